@@ -15,7 +15,6 @@ A value that every rank holds whole has one scale: a loss that forward itself co
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -179,7 +178,7 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
     def divided(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         waiting = [of for result, of in origins.items() if result in _WAITING and not _is_reached(result)]
         if not waiting and not is_result:
-            is_divided.set()
+            is_divided[:] = [True]
             return tuple(None if gradient is None else gradient / ranks for gradient in gradients)
         if memory not in waiting:
             warn(_OWN_GRADIENT.format(ranks=ranks, why=_IS_RESULT if is_result else _IS_WAITING))
@@ -188,18 +187,18 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
     node.register_prehook(divided)
 
 
-def _watched_gradient(x: Tensor) -> threading.Event:
-    """A flag: whether the gradient about to be added to `x.grad` was divided. Each tensor has one hook for it."""
-    is_divided = _WATCHED.get(x)
+def _watched_gradient(x: Tensor) -> list[bool]:
+    """[whether the gradient about to be added to `x.grad` was divided]; each tensor has one hook for it."""
+    is_divided: list[bool] | None = _WATCHED.get(x)
     if is_divided is None:
-        is_divided = _WATCHED[x] = threading.Event()
+        is_divided = _WATCHED[x] = [False]
 
-        def remember(of: Tensor, was_divided: threading.Event = is_divided) -> None:
-            if of.grad is not None and was_divided.is_set():
+        def remember(of: Tensor, flag: list[bool] = is_divided) -> None:
+            was_divided, flag[:] = flag[0], [False]
+            if of.grad is not None and was_divided:
                 _DIVIDED.add(of.grad)
             elif of.grad is not None:  # of a loss outside of models
                 _DIVIDED.discard(of.grad)
-            was_divided.clear()
 
         x.register_post_accumulate_grad_hook(remember)
     return is_divided
