@@ -8,10 +8,10 @@ the code here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 from torchshard.core.layouts import (
     EQUAL,
@@ -27,11 +27,13 @@ from torchshard.core.layouts import (
     parts_of,
     parts_size,
 )
+from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import (
     MAX_PARTS,
     AxisParts,
     Choice,
     Dim,
+    Local,
     LocalFn,
     Row,
     Term,
@@ -287,3 +289,10 @@ def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
         if axis in row.options.local:
             return row.options.local[axis]
     return row.options.local.get("*") if choice.axes else None
+
+
+def replacement_on(coordinate: Coordinate, row: Row | None, choice: Choice | None) -> Callable[..., Any] | None:
+    """Returns what a rank runs in place of the op, a function of the op's arguments; None to run the op itself."""
+    if row is None or choice is None or (replacement := local_replacement(row, choice)) is None:
+        return None
+    return partial(replacement, Local(row, choice, coordinate))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from torchshard.core.choices import choices, local_replacement
+from torchshard.core.choices import choices, replacement_on
 from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
-from torchshard.core.notation import Choice, Local, Row
+from torchshard.core.notation import Choice, Row
 from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
@@ -51,11 +51,7 @@ def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piec
     row, choice = _row_and_choice(op, axis, group.size, types)
     layouts = iter(choice.operands)
     operands = [convert(a, next(layouts), group) if isinstance(a, Piece) else a for a in args]
-    replacement = local_replacement(row, choice) if row is not None else None
-    if replacement is not None and row is not None:
-        result = replacement(Local(row, choice, group.coordinate), *operands)
-    else:
-        result = op(*operands)
+    result = (replacement_on(group.coordinate, row, choice) or op)(*operands)
     return Piece(result, choice.results[0], _result_type(op, types).shape)
 
 

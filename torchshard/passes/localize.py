@@ -9,18 +9,16 @@ the op's name. Collectives get the name of the group. Numbers that are sizes sta
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from torchshard.core.choices import local_replacement
+from torchshard.core.choices import replacement_on
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
-from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import (
@@ -57,10 +55,9 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         if is_own_collective(node):
             node.args = (*node.args[:-1], coordinate.group)
             continue
-        choice, row = node.meta.get("choice"), node.meta.get("row")
-        replacement = local_replacement(row, choice) if row is not None and choice is not None else None
+        replacement = replacement_on(coordinate, node.meta.get("row"), node.meta.get("choice"))
         if replacement is not None:
-            _replace(module, node, replacement, Local(row, choice, coordinate))
+            _replace(module, node, replacement)
         elif node.target in BY_ELEMENT or reads_memory(node):
             _keep_memory_orders(module, node)
         elif node.target is aten.view.default:
@@ -175,11 +172,11 @@ def _like(operand: fx.Node, made: fx.Node) -> fx.Node:
     return made
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, replacement: Callable[..., object]) -> None:
     """Traces a rule's replacement into the graph, in place of the op."""
     graph, before = module.graph, node.prev
     with graph.inserting_before(node):
-        result = record_local(graph, node, functools.partial(replacement, local), node.args, node.kwargs)
+        result = record_local(graph, node, replacement, node.args, node.kwargs)
     origin = {k: node.meta[k] for k in ORIGIN if k in node.meta}
     node.meta["in_place_of"] = node.target
     while (before := before.next) is not node:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -22,12 +21,12 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Leaves
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.signature import ReferenceTo
-from torchshard.core.choices import local_replacement
+from torchshard.core.choices import replacement_on
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, P, Shard, dtype_text
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Local, Row
+from torchshard.core.notation import Choice, Row
 from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.group import Group
 from torchshard.weights.following import bound, call_of, planned
@@ -108,10 +107,8 @@ class CarriedSlice(Tensor):
         if func in _SIZED:
             return first._reshaped(func, *plain_args)
         row, choice, whole = first._as_planned(func, args, kwargs)
-        compute = local_replacement(row, choice)
-        run = func if compute is None else partial(compute, Local(row, choice, first.group.coordinate))
-        result = run(*plain_args, **plain_kwargs)
-        return mark(result, choice.results[0], whole, first.group, first.left_by)
+        run = replacement_on(first.group.coordinate, row, choice) or func
+        return mark(run(*plain_args, **plain_kwargs), choice.results[0], whole, first.group, first.left_by)
 
     def _reshaped(self, func: OpOverload[..., Any], tensor: Tensor, size: Sequence[int]) -> Tensor:
         """The result of `view` or `expand`, whose sizes are those of slices where other ops call them."""
