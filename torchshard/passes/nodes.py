@@ -92,6 +92,20 @@ def upstream(node: fx.Node, operands: Callable[[fx.Node], Iterable[fx.Node]]) ->
     return found
 
 
+def behind_needs(
+    nodes: Iterable[fx.Node], needs: Callable[[fx.Node], Iterable[fx.Node]], place: Mapping[fx.Node, int]
+) -> list[fx.Node]:
+    """The nodes in their order, each behind all that it needs, directly or through others; that comes by its place."""
+    order = dict[fx.Node, None]()
+
+    def missing(node: fx.Node) -> list[fx.Node]:
+        return [needed for needed in needs(node) if needed not in order]
+
+    for node in nodes:
+        order |= dict.fromkeys([*sorted(upstream(node, missing), key=place.__getitem__), node])
+    return list(order)
+
+
 def read_by(reader: fx.Node) -> set[fx.Node]:
     """A reader of a value and, if it is a view, all readers of the memory that it views."""
     return {reader} | upstream(reader, lambda node: node.users if is_view(node) else ())

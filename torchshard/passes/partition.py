@@ -14,7 +14,7 @@ is saved: no other numbers are drawn, and no collective is sent twice, but for t
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,7 +35,7 @@ from torchshard.ir.graph import (
     writes,
     written_state,
 )
-from torchshard.passes.nodes import node_arg, read_by, upstream
+from torchshard.passes.nodes import behind_needs, node_arg, read_by
 from torchshard.passes.record import Gradients, sizes_found
 from torchshard.passes.unsummed import Part
 
@@ -144,20 +144,10 @@ def _is_drawn(node: fx.Node) -> bool:
     return bool(sources) and all(map(uses_rng, sources))
 
 
-def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> list[fx.Node]:
     """The ops of the backward, each behind those that compute again what it needs: so that little is held at a time."""
     place = {node: i for i, node in enumerate(again)}
-    waiting = set(again)
-
-    def not_run(node: fx.Node) -> set[fx.Node]:
-        return waiting & set(node.all_input_nodes)
-
-    for node in backward:
-        missing = upstream(node, not_run)
-        waiting -= missing
-        yield from sorted(missing, key=place.__getitem__)
-        yield node
-    yield from sorted(waiting, key=place.__getitem__)
+    return behind_needs([*backward, *again], lambda node: place.keys() & set(node.all_input_nodes), place)
 
 
 def _saved_name(node: fx.Node, found: Mapping[sympy.Symbol, sympy.Symbol]) -> str:

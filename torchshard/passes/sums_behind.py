@@ -20,7 +20,7 @@ from torch import fx
 
 from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, uses_rng, writes
-from torchshard.passes.nodes import upstream
+from torchshard.passes.nodes import behind_needs, upstream
 
 aten = torch.ops.aten
 PASS_ON = (aten.clone.default, aten.cat.default, aten.split_with_sizes.default, aten._to_copy.default, wait)
@@ -49,14 +49,7 @@ def sums_behind(ops: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Nod
             computed, ends = _of_sums(own, stretch)
             behind[begin] += [*_gathered_next(begin, begun, sums, gathers, place), *computed]
             behind[after] += sorted(ends, key=place.__getitem__)
-    order = dict[fx.Node, None]()
-
-    def not_run(node: fx.Node) -> list[fx.Node]:
-        return [operand for operand in before[node] if operand not in order]
-
-    for node in _moved(ops, behind):
-        order |= dict.fromkeys([*sorted(upstream(node, not_run), key=place.__getitem__), node])
-    return list(order)
+    return behind_needs(_moved(ops, behind), before.__getitem__, place)
 
 
 def _is_backward(begin: fx.Node) -> bool:
