@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.memory import OPTIMIZER_STATES
+from torchshard.compiler.memory import memory_of_weights
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import Data, Mesh, MeshAxis
@@ -264,11 +264,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
         return
     sizes = [(t.nbytes, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
     trained = sum(nbytes for nbytes, is_trained in sizes if is_trained)
-    whole = {
-        "parameters": sum(nbytes for nbytes, _ in sizes),
-        "gradients": trained,
-        "optimizer": OPTIMIZER_STATES * trained,
-    }
+    whole = memory_of_weights(sum(nbytes for nbytes, _ in sizes), trained)
     shares = {name: size / parts for name, size in whole.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:

@@ -94,11 +94,7 @@ def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bo
     stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
     held = {n.meta["path"]: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}  # tied ones once
     trained = sum(held[path] for path in {n.meta["path"] for n in stored if n.meta["needs_grad"]})
-    total = {
-        "parameters": float(sum(held.values())),
-        "gradients": float(trained),
-        "optimizer": float(OPTIMIZER_STATES * trained),
-    }
+    total = memory_of_weights(sum(held.values()), trained)
     carried = carried_inputs(local.graph)
     if carried:
         total["caches"] = float(sum(nbytes(n.meta["val"]) for n in carried))
@@ -107,6 +103,11 @@ def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bo
         whole = sorted(nbytes(n.meta["val"]) for n in stored if is_weight(n))
         total["activations"] += sum(whole if keeps_gathered else whole[-UNITS:])
     return total | {"peak": sum(total.values())}
+
+
+def memory_of_weights(held: float, trained: float) -> dict[str, float]:
+    """Bytes that weights of so many bytes take, some of which are trained."""
+    return {"parameters": float(held), "gradients": float(trained), "optimizer": float(OPTIMIZER_STATES * trained)}
 
 
 def _peak(local: fx.GraphModule, slices: int) -> float:
