@@ -179,7 +179,7 @@ def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Grap
     try:
         # With gradients, because some ops take another path if one is required. Without new guards, because a path that
         # depends on a dynamic size would hold for the example's size alone.
-        with faking(mode), torch.enable_grad(), _no_guards(mode), autocasting(autocast):
+        with faking(mode), torch.enable_grad(), _refusing_guards(mode), autocasting(autocast):
             traced = make_fx(body)(*(_as_leaf(n.meta["val"]) for n in inputs))
         functionalize(traced)
         drop_dead_code(traced)
@@ -188,7 +188,7 @@ def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Grap
         return None
 
 
-def _no_guards(mode: object) -> AbstractContextManager[object]:
+def _refusing_guards(mode: object) -> AbstractContextManager[object]:
     sizes = getattr(mode, "shape_env", None)
     return sizes.error_on_new_guards() if sizes is not None else nullcontext()
 

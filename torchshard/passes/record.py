@@ -201,10 +201,10 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
 def _kernels_unguarded(graph: fx.Graph, mode: Mode) -> AbstractContextManager[object]:
     """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right."""
     has_any = any("conv" in str(node.target) for node in graph.nodes)  # conv2d, conv_transpose1d, convolution, ...
-    return _Unguarded(mode) if has_any else contextlib.nullcontext()
+    return _SuppressingGuards(mode) if has_any else contextlib.nullcontext()
 
 
-class _Unguarded(TorchDispatchMode):
+class _SuppressingGuards(TorchDispatchMode):
     """Runs convolutions without new guards: forward's are known, and a gradient has its value's sizes."""
 
     def __init__(self, mode: Mode) -> None:
