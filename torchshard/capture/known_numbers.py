@@ -6,7 +6,6 @@ slice. Those are left to export, which refuses them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchshard.capture.conditions import Condition, Number
-from torchshard.capture.recording import WHOLE, Recording, current_recording, use_recording
+from torchshard.capture.recording import WHOLE, Recording, current_recording, in_captures, use_recording
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
@@ -59,18 +58,13 @@ def known_number(tensor: Tensor, read: Callable[[Tensor], Number]) -> Number | N
     return number
 
 
-def _replace_read(original: object) -> object:
-    read = cast(Callable[[Tensor], Number], original)
-
-    @functools.wraps(read)
-    def read_known(tensor: Tensor) -> Number:
-        number = known_number(tensor, read)
-        return read(tensor) if number is None else number
-
-    return read_known
+def _read(original: Callable[[Tensor], Number], tensor: Tensor) -> Number:
+    number = known_number(tensor, original)
+    return original(tensor) if number is None else number
 
 
-KNOWN_NUMBERS = Patches(*(Patch(Tensor, name, _replace_read) for name in ("item", "__int__", "__float__", "__index__")))
+_READS = ("item", "__int__", "__float__", "__index__")
+KNOWN_NUMBERS = Patches(*(Patch(Tensor, name, in_captures(_read)) for name in _READS))
 """While it is entered, the forwards of threads that capture get such numbers. `value_checks` replaces `bool`."""
 
 

@@ -10,9 +10,11 @@ capture, and there the function calls PyTorch's original.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -86,6 +88,21 @@ def use_recording(recording: Recording | None) -> Iterator[None]:
         yield
     finally:
         _local.recording = previous
+
+
+def in_captures(function: Callable[..., object]) -> Callable[[object], object]:
+    """Makes what replaces an original: in a thread that captures it calls `function(original, *args)`."""
+
+    def replace(original: object) -> object:
+        called = cast(Callable[..., object], original)
+
+        @functools.wraps(called)
+        def replacement(*args: Any, **kwargs: Any) -> object:
+            return called(*args, **kwargs) if current_recording() is None else function(called, *args, **kwargs)
+
+        return replacement
+
+    return replace
 
 
 # --- the stand-in ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from torch._functorch import apis, eager_transforms
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchshard.capture.known_numbers import KNOWN_NUMBERS, known_number
-from torchshard.capture.recording import current_recording
+from torchshard.capture.recording import current_recording, in_captures
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.transforms import is_in_transform, recorded, recorded_jvp, recorded_vjp
 from torchshard.capture.user_code import calling_line
@@ -31,21 +30,6 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.ctc import ctc_loss
 from torchshard.custom_ops.grouped import GROUPED_MM
-
-
-def _in_captures(function: Callable[..., object]) -> Callable[[object], object]:
-    """Makes what replaces an original: in a capture it calls `function(original, *args)`."""
-
-    def replace(original: object) -> object:
-        called = cast(Callable[..., object], original)
-
-        @functools.wraps(called)
-        def replacement(*args: Any, **kwargs: Any) -> object:
-            return called(*args, **kwargs) if current_recording() is None else function(called, *args, **kwargs)
-
-        return replacement
-
-    return replace
 
 
 def _ctc_loss(original: object, *args: Any, **kwargs: Any) -> object:
@@ -118,17 +102,17 @@ def _batch_norm(original: Callable[..., Tensor], module: _BatchNorm, input: Tens
 
 
 REPLACEMENTS = Patches(
-    Patch(torch, "ctc_loss", _in_captures(_ctc_loss)),
-    Patch(torch, "_grouped_mm", _in_captures(_grouped_mm)),
-    Patch(torch, "cond", _in_captures(_cond)),
-    Patch(_BatchNorm, "forward", _in_captures(_batch_norm)),
-    Patch(apis, "vmap_impl", _in_captures(recorded)),
-    Patch(eager_transforms, "grad_and_value_impl", _in_captures(recorded)),
-    Patch(eager_transforms, "_vjp_with_argnums", _in_captures(recorded_vjp)),
-    Patch(eager_transforms, "_jvp_with_argnums", _in_captures(recorded_jvp)),
-    Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
-    Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
-    Patch(torch.autograd.forward_ad, "enter_dual_level", _in_captures(_refused("torch.func.jvp of a function"))),
+    Patch(torch, "ctc_loss", in_captures(_ctc_loss)),
+    Patch(torch, "_grouped_mm", in_captures(_grouped_mm)),
+    Patch(torch, "cond", in_captures(_cond)),
+    Patch(_BatchNorm, "forward", in_captures(_batch_norm)),
+    Patch(apis, "vmap_impl", in_captures(recorded)),
+    Patch(eager_transforms, "grad_and_value_impl", in_captures(recorded)),
+    Patch(eager_transforms, "_vjp_with_argnums", in_captures(recorded_vjp)),
+    Patch(eager_transforms, "_jvp_with_argnums", in_captures(recorded_jvp)),
+    Patch(torch.autograd, "grad", in_captures(_no_gradients)),
+    Patch(torch.autograd, "backward", in_captures(_no_gradients)),
+    Patch(torch.autograd.forward_ad, "enter_dual_level", in_captures(_refused("torch.func.jvp of a function"))),
 )
 """While it is entered, threads that capture call the replacements."""
 

@@ -7,44 +7,36 @@ tensors its seeding is only noted. Forwards that seed without calling `torch.man
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
-from typing import cast
 
 import torch
 
-from torchshard.capture.recording import current_recording
+from torchshard.capture.recording import current_recording, in_captures
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
 from torchshard.core.patches import Patch, Patches
 
 
-def _replace(original: object) -> object:
-    function = cast(Callable[..., object], original)
-
-    @functools.wraps(function)
-    def seed(*args: object, **kwargs: object) -> object:
-        recording = current_recording()
-        if recording is None or _is_called_by_dynamo():
-            return function(*args, **kwargs)
-        if not recording.inside_call:
-            raise seeds_inside_forward(calling_line() or f"torch.{function.__name__}")
-        recording.asked_for_seed = recording.asked_for_seed or function.__name__ == "seed"
-        return 0
-
-    return seed
+def _seed(original: Callable[..., object], *args: object, **kwargs: object) -> object:
+    recording = current_recording()
+    if recording is None or _is_called_by_dynamo():
+        return original(*args, **kwargs)
+    if not recording.inside_call:
+        raise seeds_inside_forward(calling_line() or f"torch.{original.__name__}")
+    recording.asked_for_seed = recording.asked_for_seed or original.__name__ == "seed"
+    return 0
 
 
 def _is_called_by_dynamo() -> bool:
-    """Whether TorchDynamo calls the function that asks: it puts the RNG state back after branches of `torch.cond`."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._dynamo.")
+    """Whether TorchDynamo calls the function that seeds: it puts the RNG state back after branches of `torch.cond`."""
+    # the frames between are those of `_seed` and of what `in_captures` makes of it
+    return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
 _FUNCTIONS = ("manual_seed", "seed", "set_rng_state")
 INTERCEPTED_SEEDING = Patches(
-    *(Patch(torch, name, _replace) for name in _FUNCTIONS),
-    *(Patch(torch.random, name, _replace) for name in _FUNCTIONS),
+    *(Patch(owner, name, in_captures(_seed)) for owner in (torch, torch.random) for name in _FUNCTIONS)
 )
 """While it is entered, functions that seed are refused or noted in threads that capture.
 

@@ -13,15 +13,15 @@ import dis
 import functools
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.capture.known_numbers import known_number
-from torchshard.capture.recording import current_recording
+from torchshard.capture.recording import in_captures
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.user_files import is_library
 
@@ -33,19 +33,16 @@ _RETURNS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE")
 _LEAVES = (*_RETURNS, "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR")
 
 
-def _replace_bool(original: object) -> object:
-    def __bool__(tensor: Tensor) -> bool:
-        if current_recording() is not None and is_fake(tensor):
-            passed = _passed(sys._getframe(1))
-            known = known_number(tensor, bool) if passed is None else passed
-            if known is not None:
-                return bool(known)
-        return bool(cast(Any, original)(tensor))
-
-    return __bool__
+def _bool(original: Callable[[Tensor], bool], tensor: Tensor) -> bool:
+    if is_fake(tensor):
+        passed = _passed(sys._getframe(2))  # behind the frame of what `in_captures` makes of this function
+        known = known_number(tensor, bool) if passed is None else passed
+        if known is not None:
+            return bool(known)
+    return original(tensor)
 
 
-VALUE_CHECKS = Patches(Patch(Tensor, "__bool__", _replace_bool))
+VALUE_CHECKS = Patches(Patch(Tensor, "__bool__", in_captures(_bool)))
 """While it is entered, checks of values pass in threads that capture.
 
 A TorchFunctionMode would not do: it is off within PyTorch's functions that are written in Python, such as its losses.
