@@ -75,7 +75,7 @@ _no_gradients = _refused(
 
 def _cond(
     original: Callable[..., object],
-    pred: Any,
+    pred: object,
     true_fn: Callable[..., object],
     false_fn: Callable[..., object],
     operands: Sequence[object] = (),

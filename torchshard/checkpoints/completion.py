@@ -53,7 +53,7 @@ class _Notes:
         return self._folder / f"{key.rpartition('/')[2]}.note"
 
 
-def _store(folder: Path) -> Any:
+def _store(folder: Path) -> dist.Store | _Notes:
     """The store by which ranks that save to a folder tell each other that they have written."""
     store = dist.distributed_c10d._get_default_store()
     innermost = store

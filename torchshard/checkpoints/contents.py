@@ -87,7 +87,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(cast(nn.Module, inner))
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """What a caller gave one of, several, or none."""
     if value is None:
         return []

@@ -134,7 +134,7 @@ class CarriedSlice(Tensor):
             InputError: no choice of the row takes them so, or the result would not be whole or a slice.
         """
 
-        def whole(value: Any) -> Any:
+        def whole(value: Tensor) -> Tensor:
             return value.like_whole if isinstance(value, CarriedSlice) else value.to("meta")
 
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
