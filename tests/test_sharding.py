@@ -37,7 +37,8 @@ def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Sharding]:
         dim = draw(st.integers(0, 2))
         first = all(not isinstance(layout, Shard) or layout.dim != dim for _, layout in placements)
         plain: list[Layout] = [I, R, P, Shard(dim)]
-        placements.append((axis, draw(st.sampled_from([*plain, Shard(0, ((heads, 2),))] if first and not dim else plain))))
+        layouts_of = [*plain, Shard(0, ((heads, 2),))] if first and not dim else plain
+        placements.append((axis, draw(st.sampled_from(layouts_of))))
     return mesh, tensor, Sharding.of(*placements)
 
 
@@ -118,7 +119,9 @@ def test_slices_are_the_same_by_what_they_are_of_the_whole(a: Any, b: Any, same:
 
 
 @given(held(), st.data())
-def test_the_order_of_placements_counts_on_one_dim_alone(made: tuple[Mesh, Tensor, Sharding], data: st.DataObject) -> None:
+def test_the_order_of_placements_counts_on_one_dim_only(
+    made: tuple[Mesh, Tensor, Sharding], data: st.DataObject
+) -> None:
     mesh, tensor, of = made
     shuffled = data.draw(st.permutations(of))
     in_order = all(
