@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torchshard.capture.facts import ModelFacts
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.constraints import read_constraints
-from torchshard.compiler.program import planned, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import planned
 from torchshard.core.layouts import S
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.plans.machine import objective

@@ -1139,7 +1139,7 @@ FAULTS = (
     ),
     Fault(
         "what a call leaves of a part of the batch is taken for the whole batch's",
-        "compiler/program.py",
+        "compiler/divided.py",
         "found[place] = I if dim is None else Shard(BATCH)",
         "found[place] = I",
         "tests/test_carried_batches.py -k leaves",

@@ -46,7 +46,8 @@ from torchshard.checking.check import Report, check_program
 from torchshard.checking.processes import pieces, report_of
 from torchshard.checking.steps import backward, unsharded
 from torchshard.compiler.constraints import Constraints
-from torchshard.compiler.program import Program, planned, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program, planned
 from torchshard.core.layouts import Layout, S
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.launch import launch

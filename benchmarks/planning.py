@@ -42,7 +42,7 @@ def build(model: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
 def measure(model: str, layers: int, ranks: int, *, every_layer: bool) -> dict[str, float]:
     """Seconds of each part, and the process' peak memory in bytes."""
     from torchshard.capture.facts import ModelFacts
-    from torchshard.compiler import program
+    from torchshard.compiler import planning, prepare, program
     from torchshard.compiler.constraints import read_constraints
     from torchshard.core.mesh import Mesh, MeshAxis
 
@@ -60,8 +60,8 @@ def measure(model: str, layers: int, ranks: int, *, every_layer: bool) -> dict[s
 
         setattr(module, function, run)
 
-    timed("capture", program, "capture")
-    timed("plan", program, "plan_graph")
+    timed("capture", prepare, "capture")
+    timed("plan", planning, "plan_graph")
     timed("rewrite", program, "rewrite")
     made, kwargs = build(model, layers)
     start = time.perf_counter()

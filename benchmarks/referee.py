@@ -52,7 +52,8 @@ from judging import (
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized

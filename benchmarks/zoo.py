@@ -43,7 +43,8 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
 from torchshard.checking.processes import check_processes
 from torchshard.compiler.constraints import read_constraints
-from torchshard.compiler.program import planned, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import planned
 from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.plans.machine import objective

@@ -17,7 +17,7 @@ from tests.models import CASES
 from torchshard.capture import copy_model
 from torchshard.checking.check import Report, check_program, in_dtype
 from torchshard.compiler.constraints import PlanLike
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 
 
 class CapturedCall:

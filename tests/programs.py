@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import Report, check_program
 from torchshard.compiler.constraints import stored
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout, canonical
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice

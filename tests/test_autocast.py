@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import largest, run_ranks
 from tests.models import CASES
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 

@@ -242,7 +242,7 @@ def _asking(graph: Any, trained: Any) -> None:
 def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a pass is told of the example's sizes holds for no other call."""
     if asked:
-        monkeypatch.setattr("torchshard.compiler.program.mark_needs_grad", _asking)
+        monkeypatch.setattr("torchshard.compiler.prepare.mark_needs_grad", _asking)
     model = _Up(lambda m, x: torch.bmm(x.expand(4, -1, -1), m.up.weight.t().expand(4, -1, -1)).sum(1) / x.shape[0])
     sharded = ts.shard(model, {"up": "replicate"}, example_inputs=(torch.randn(4, 6),))
     for rows in (4, 4, 6, 3, 4):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 
 CAT = torch.ops.aten.cat.default
 

@@ -271,9 +271,9 @@ def test_weights_for_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     """A line for each stage with its seconds, which a bar on a terminal follows."""
-    with caplog.at_level("INFO", "torchshard.compiler.program"):
+    with caplog.at_level("INFO", "torchshard.compiler"):
         assert main(["plan", "tests.test_cli:factory"]) == 0
-    lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.compiler.program"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.compiler"]
     assert [line.partition(":")[0] for line in lines] == ["capture", "plan", "rewrite"]
     assert all(line.endswith(" s") for line in lines)
     moved: list[Any] = []

@@ -16,7 +16,7 @@ from tests.golden import check_golden
 from torchshard.capture import capture
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing

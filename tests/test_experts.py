@@ -21,7 +21,7 @@ import torchshard as ts
 from tests.compiled import planned_as
 from tests.helpers import largest, run_ranks
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.experts import COMBINE, DISPATCH
@@ -422,7 +422,7 @@ def test_a_step_at_experts_sends_what_was_planned() -> None:
 @pytest.fixture
 def prefers_sending(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go to their experts wherever they can, whatever that costs."""
-    name = "torchshard.compiler.program.seconds_of_step"
+    name = "torchshard.compiler.planning.seconds_of_step"
     monkeypatch.setattr(name, lambda solved: "dispatch" not in _sends(solved[-1].plan))
 
 

@@ -26,7 +26,8 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.capture.models import check_devices
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.planning import plan_graph
-from torchshard.compiler.program import prepared, program
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import program
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed import process_groups, wire
 from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups

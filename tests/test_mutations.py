@@ -25,7 +25,8 @@ from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states

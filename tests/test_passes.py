@@ -15,7 +15,8 @@ from torchshard.capture import capture
 from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
 from torchshard.compiler.planning import plan_graph
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS

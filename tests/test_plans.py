@@ -26,7 +26,7 @@ from tests.helpers import BACKENDS, allocated, run_ranks
 from tests.models import CASES, GPT, MLP
 from torchshard.capture import Captured
 from torchshard.compiler.memory import predicted_memory
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
 from torchshard.plans.machine import objective, read_machine, size_text, time_text

@@ -19,7 +19,7 @@ from torch import nn
 import torchshard as ts
 from tests.helpers import largest, run_ranks
 from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts, written
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.core.notation import Row
 from torchshard.rules import RULES, Call
 

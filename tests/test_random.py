@@ -16,7 +16,7 @@ import torchshard as ts
 from tests.captured import CapturedCall
 from tests.compiled import planned_as
 from tests.helpers import run_ranks
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.plans.machine import objective
 from torchshard.rules import RULES
 

@@ -25,7 +25,8 @@ from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
 from torchshard.checking import lockstep
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.choices import choices
 from torchshard.core.layouts import S
 from torchshard.core.mesh import MODEL, MeshAxis

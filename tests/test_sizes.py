@@ -14,7 +14,8 @@ import torchshard as ts
 from tests.compiled import planned_as
 from torchshard.capture import Captured
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Shard, local_size, parts_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.compiled import compiled, planned_as
 from torchshard.capture import Captured
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.distributed.ops import OPS
 
 WIDTH = 24

@@ -16,7 +16,8 @@ from torchshard.compiler.batches import part_of_batch, whole_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
 from torchshard.compiler.decode_example import decode_example
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
-from torchshard.compiler.program import check_examples, program
+from torchshard.compiler.prepare import check_examples
+from torchshard.compiler.program import program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout

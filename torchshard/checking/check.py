@@ -35,7 +35,8 @@ from torchshard.checking.steps import Run, Trial
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
-from torchshard.compiler.program import Program, check_examples, prepared, program
+from torchshard.compiler.prepare import check_examples, prepared
+from torchshard.compiler.program import Program, program
 from torchshard.core.columns import Notebook, counted
 from torchshard.core.errors import CaptureError, InputError, ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states

@@ -18,7 +18,7 @@ from torchshard.checking.check import Report, in_dtype, tolerance_of
 from torchshard.checking.compare import Results, UnshardedStep, compare
 from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.constraints import PlanLike
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL, Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states

@@ -19,9 +19,9 @@ def progress(*, is_logged: bool, several: bool = False) -> Iterator[None]:
     if is_logged:
         yield
         return
-    from torchshard.compiler.program import STAGES
+    from torchshard.compiler.prepare import STAGES
 
-    logger = logging.getLogger("torchshard.compiler.program")
+    logger = logging.getLogger("torchshard.compiler")
     with contextlib.ExitStack() as stack:
         handler: logging.Handler = logging.StreamHandler(sys.stderr)
         if sys.stderr.isatty():

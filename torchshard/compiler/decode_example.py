@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten_call
-from torchshard.compiler.program import prepared
+from torchshard.compiler.prepare import prepared
 from torchshard.core.errors import CaptureError, InputError, first_line
 from torchshard.core.types import is_count
 from torchshard.ir.graph import hint, results_of

@@ -17,9 +17,9 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
+from torchshard.ir.graph import duplicate, is_tensor_op, node_row, passes_on_weight, placeholders
+from torchshard.passes import own_order_choice, send_to_experts, sends_to_experts
 from torchshard.passes.annotate import planned_choice
-from torchshard.passes.own_order import own_order_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
@@ -27,6 +27,7 @@ from torchshard.planner.predict import predict
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.styles import parameter_layouts, pins_of
+from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import unsplit
 from torchshard.plans.data import AxisPlan, Costs
 
@@ -87,6 +88,38 @@ def plan_graph(
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
     return PlannedAxis(replace(plan, costs=costs), problem)
+
+
+def best_plan(
+    module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_last: bool, is_first: bool = True
+) -> PlannedAxis:
+    """The best plan of a graph: where ranks hold slices of experts' weights, they gather these, or send rows to them.
+
+    Args:
+        is_last: whether the graph is split over no axis after this one. What comes to a rank's experts has a number of
+            rows that no other axis could divide.
+        is_first: as in `plan_graph`.
+    """
+    if constraints.plan is not None:
+        return plan_graph(graph_for(module, constraints.plan), facts, constraints, is_first=is_first)
+    gathering = plan_graph(module, facts, constraints, is_first=is_first)
+    holds_slices = constraints.data in ("shard", "shard_grad_op") and is_last and not constraints.objective.compiles
+    sending = _sending(module, constraints.axis) if holds_slices else None
+    if sending is None:
+        return gathering
+    other = plan_graph(sending, facts, constraints, is_first=is_first)
+    return min(gathering, other, key=lambda solution: seconds_of_step([solution]))
+
+
+def graph_for(module: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
+    """The graph that a plan is for, which may send rows to experts."""
+    return (_sending(module, plan.axis) if sends_to_experts(plan) else None) or module
+
+
+def _sending(module: fx.GraphModule, axis: MeshAxis) -> fx.GraphModule | None:
+    """A copy of a graph that sends rows to experts; None if it has none to send."""
+    sending = duplicate(module)
+    return sending if send_to_experts(sending, axis) else None
 
 
 def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:

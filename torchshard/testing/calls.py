@@ -16,7 +16,8 @@ from torchshard.checking.check import Report, check_program, in_dtype
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
-from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program, planned, program
 from torchshard.core.layouts import Layout
 from torchshard.ir.listing import listing
 from torchshard.passes import Partition, step_graphs

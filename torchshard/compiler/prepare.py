@@ -1,0 +1,109 @@
+"""One call of a model as a captured, normalized graph, ready to be planned."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from torchshard.capture import Captured, capture
+from torchshard.core.errors import InputError
+from torchshard.core.garbage import without_garbage_collection
+from torchshard.core.layouts import Layout, Shard
+from torchshard.ir.graph import is_tensor, mark_needs_grad, placeholders
+from torchshard.ir.sizes import name_sizes
+from torchshard.passes import carry, normalize
+
+log = logging.getLogger("torchshard.compiler")
+STAGES = ("capture", "plan", "rewrite")
+"""What is logged, at INFO: one line when each ends."""
+
+
+@contextlib.contextmanager
+def timed(stage: str) -> Iterator[None]:
+    """Logs how long one of `STAGES` takes."""
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.1f s", stage, time.perf_counter() - start)
+
+
+def prepared(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool = True,
+    repeating: bool = False,
+    inputs: Mapping[str, Layout] = MappingProxyType({}),
+    numbers: Collection[str] = (),
+    replaced: Collection[str] = (),
+    trains: bool = True,
+    divided: Mapping[int, int] = MappingProxyType({}),
+) -> Captured:
+    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned.
+
+    Args:
+        divided: as in `capture`.
+        trains: whether values may have gradients.
+    """
+    with without_garbage_collection(), timed("capture"):
+        left = dict.fromkeys(replaced) | _unsplit(inputs)
+        captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers, divided=divided)
+        normalize(captured.graph)
+        carry(captured.graph, captured.changes)
+        name_sizes(captured.graph)
+        mark_needs_grad(captured.graph, _trainable(captured, model) if trains else [])
+    return captured
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    left: dict[str, int | None],
+    dynamic: bool,
+    **options: Any,
+) -> Captured:
+    """One call of a model; what it replaces may have other sizes at the next call, as what earlier ones left."""
+    captured = capture(model, args, kwargs, dynamic=dynamic, left=left, **options)
+    changed = captured.changes.names if dynamic else ()
+    more = {name: None for name in changed if name in captured.inputs and name not in left}
+    if not more:
+        return captured
+    return capture(model, args, kwargs, dynamic=dynamic, left=left | more, **options)
+
+
+def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
+    """Name -> the dim that is split; None if there is none."""
+    return {name: layout.dim if isinstance(layout, Shard) else None for name, layout in inputs.items()}
+
+
+def check_examples(example_inputs: object, example_kwargs: object) -> None:
+    """Example inputs are a tuple or list of arguments, the keyword ones a dict.
+
+    Raises:
+        InputError: they are something else.
+    """
+    for name, given, kinds in (
+        ("example_inputs", example_inputs, (tuple, list)),
+        ("example_kwargs", example_kwargs, (Mapping,)),
+    ):
+        if given is not None and not isinstance(given, kinds):
+            raise InputError(
+                f"{name} is a {type(given).__name__}",
+                where=f"{name}=",
+                why="example_inputs holds forward's positional arguments, example_kwargs its keyword arguments by name",
+                attempt='example_inputs=(x,), example_kwargs={"mask": mask}',
+            )
+
+
+def _trainable(captured: Captured, model: nn.Module) -> list[str]:
+    """The names of the parameters and inputs that may have gradients."""
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    inputs = [n for n in placeholders(captured.graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
+    return trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad]
