@@ -108,9 +108,9 @@ def shard(
             attempt="shard the unsharded model again, with the other plan",
         )
     check_inputs(inputs)
-    ranks, of_mesh = join_ranks(mesh, data)
+    ranks = join_ranks(mesh, data)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh, aim, inputs, weights, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, aim, inputs, weights, compiler)
 
 
 def _shard(
@@ -119,7 +119,6 @@ def _shard(
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     ranks: Ranks,
-    mesh: Mesh,
     aim: Objective,
     inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
@@ -142,7 +141,6 @@ def _shard(
             plan,
             ranks,
             aim,
-            mesh=mesh,
             whole_batches=inputs == "global",
             cut=not has_example,
             weights=weights,
@@ -197,7 +195,7 @@ def from_pretrained(
     """
     compiler = compiler_of(compile, where="from_pretrained(compile=...)")
     check_inputs(inputs)
-    ranks, of_mesh = join_ranks(mesh, data)
+    ranks = join_ranks(mesh, data)
 
     def built() -> tuple[nn.Module, Weights]:
         with without_garbage_collection():
@@ -211,7 +209,7 @@ def from_pretrained(
     if device is not None:
         model = model.to(device)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh, aim, inputs, read, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, aim, inputs, read, compiler)
 
 
 def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:

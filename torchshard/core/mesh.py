@@ -105,6 +105,11 @@ class Mesh:
         return self.axes[:-1]
 
     @property
+    def without_idle(self) -> Mesh:
+        """The mesh without the axes of one rank, but for the last axis."""
+        return Mesh((*(axis for axis in self.across if axis.size > 1), self.last))
+
+    @property
     def parts(self) -> int:
         """The number of parts of the batch."""
         return math.prod(axis.size for axis in self.axes if axis.data)

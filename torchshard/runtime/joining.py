@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import DataLike, MeshLike, mesh_sizes, read_mesh
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import Mesh
-from torchshard.distributed.group import is_initialized
+from torchshard.core.mesh import DATA, Mesh, MeshAxis
+from torchshard.distributed.group import Group, is_initialized
 from torchshard.distributed.process_groups import (
     Wanted,
     along_data_axes,
@@ -25,7 +25,7 @@ DIFFERENT = "the ranks have different meshes"
 SAME_MESH = "the same mesh= on every rank"
 
 
-def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Mesh]:
+def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> Ranks:
     """The ranks that share the work as a mesh says, with this one's place among them.
 
     Without groups it makes them, as `init_process_group` does.
@@ -41,20 +41,22 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Mes
         if is_made_for_mesh():
             everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
             everyone.verify({"the mesh": "none"}, DIFFERENT, SAME_MESH)
-        axes = read_mesh(everyone.group.size, None, data)
-        return Ranks(everyone.group, labels=("", axes.last.label)), axes
+        return _of_one_axis(everyone.group, read_mesh(everyone.group.size, None, data).last)
     if not is_initialized():
         init_for_mesh(partial(_wanted, mesh, data))
     everyone = Ranks.own()
     axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
     everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in axes.axes)}, DIFFERENT, SAME_MESH)
-    ranks = Ranks(everyone.group, labels=("", axes.last.label))
+    ranks = _of_one_axis(everyone.group, axes.last)
     if axes.across:
-        groups = along_data_axes([axis.size for axis in axes.across])
-        ranks = Ranks(everyone.group, everyone.replicas, groups, tuple(axis.label for axis in axes.axes))
+        ranks = Ranks(everyone.group, everyone.replicas, along_data_axes([a.size for a in axes.across]), axes.axes)
     if isinstance(mesh, DeviceMesh):
         ranks.run_on_all(partial(_check_groups, mesh, ranks), DistributedError, "the mesh is not one of the groups")
-    return ranks, axes
+    return ranks
+
+
+def _of_one_axis(group: Group, axis: MeshAxis) -> Ranks:
+    return Ranks(group, axes=(MeshAxis(1, DATA), axis))
 
 
 def _check_named(data: DataLike | None) -> None:
@@ -114,9 +116,10 @@ def _check_groups(mesh: DeviceMesh, ranks: Ranks) -> None:
     Raises:
         DistributedError: they are not.
     """
-    for name, group in reversed([*zip(ranks.labels, ranks.groups.values(), strict=True)]):
+    for axis, group in reversed([*zip(ranks.axes, ranks.groups.values(), strict=True)]):
         if group.size == 1:
             continue
+        name = axis.label
         of_mesh, of_group = map(dist.get_process_group_ranks, (mesh.get_group(name), group.process_group))
         if set(of_mesh) != set(of_group):
             raise DistributedError(

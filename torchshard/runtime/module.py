@@ -49,7 +49,7 @@ from torchshard.core.autocast import autocasting
 from torchshard.core.columns import Notebook
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.core.mesh import MODEL, Mesh
+from torchshard.core.mesh import MODEL
 from torchshard.core.user_files import warn
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
@@ -148,7 +148,6 @@ class ShardedModule(State, Notebook):
         ranks: Ranks,
         aim: Objective | None = None,
         *,
-        mesh: Mesh | None = None,
         whole_batches: bool = False,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
@@ -157,10 +156,9 @@ class ShardedModule(State, Notebook):
         """Splits a model.
 
         Args:
-            mesh: what the ranks of each axis hold; None: those of one axis divide the weights.
             whole_batches: whether each rank passes the whole of a batch that they divide, and gets whole results.
         """
-        group, mesh = ranks.group, mesh or Mesh(ranks.mesh.axes[-1:])
+        group, mesh = ranks.group, ranks.mesh.without_idle
 
         def read() -> tuple[Constraints, ModelFacts, Weights | None]:
             check_weights(model)
