@@ -20,6 +20,7 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.ir.graph import bound_args, emit, is_float, is_inplace, is_tensor, where
+from torchshard.passes.nodes import read_sizes
 
 aten = torch.ops.aten
 
@@ -150,7 +151,6 @@ def storage(node: fx.Node) -> int:
 def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
     """The value of `base` after `value` is written to the view of it."""
     target, args = view.target, bound_args(view)
-    shape = list(base.meta["val"].shape)
     if target in _SCATTERS:
         return _scattered(module, view, base, value)
     if target is aten.view_as_real.default:
@@ -167,16 +167,13 @@ def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx
     if target in (aten.movedim.int, aten.movedim.intlist):
         return emit(module, target, (value, args["destination"], args["source"]), view)
     if target is aten.permute.default:
-        ndim = len(shape)
+        ndim = base.meta["val"].ndim
         order = [d % ndim for d in args["dims"]]
         return emit(module, target, (value, [order.index(d) for d in range(ndim)]), view)
     if target in SAME_VALUES:
         return value
     if target in _RESHAPES:
-        for i, size in enumerate(shape):
-            if not isinstance(size, int):
-                shape[i] = emit(module, aten.sym_size.int, (base, i), view)
-        return emit(module, aten.reshape.default, (value, shape), view)
+        return emit(module, aten.reshape.default, (value, read_sizes(module, base, view)), view)
     raise refused(view, f"a write through the view {target} can't be traced back")
 
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
-from torchshard.ir.graph import is_view
+from torchshard.ir.graph import emit, is_view
 
 aten = torch.ops.aten
 
@@ -39,6 +39,14 @@ def int_list_arg(node: fx.Node, index: int) -> list[int]:
     value = node.args[index]
     assert isinstance(value, (list, tuple)), f"argument {index} of {node.format_node()}"
     return [number for number in value if isinstance(number, int)]
+
+
+def read_sizes(module: fx.GraphModule, value: fx.Node, like: fx.Node) -> list[Argument]:
+    """The sizes of a value: numbers, and nodes at the insertion point that read dynamic ones, of another's origin."""
+    return [
+        size if isinstance(size, int) else emit(module, aten.sym_size.int, (value, dim), like)
+        for dim, size in enumerate(value.meta["val"].shape)
+    ]
 
 
 def operator_of(node: fx.Node) -> OpOverload[..., object]:

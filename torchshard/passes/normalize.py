@@ -45,7 +45,7 @@ from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
-from torchshard.passes.nodes import int_arg, node_arg, operator_of
+from torchshard.passes.nodes import int_arg, node_arg, operator_of, read_sizes
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.random import BY_ELEMENT
 
@@ -263,11 +263,7 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and does not read x."""
-    args, val = bound_args(node), node.meta["val"]
-    sizes: list[Argument] = list(val.shape)
-    for i, size in enumerate(sizes):
-        if not isinstance(size, int):
-            sizes[i] = emit(module, aten.sym_size.int, (node_arg(node), i), node)
+    args, val, sizes = bound_args(node), node.meta["val"], read_sizes(module, node_arg(node), node)
     target, bound_names = _DRAWS[operator_of(node)]
     bounds = (args[name] if name else 0 for name in bound_names)
     return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
