@@ -518,9 +518,9 @@ class ShardedModule(State, Notebook):
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
         key = self._ts_graphs.with_numbers(key, self._ts_tensors)
-        visible = f"state {self._ts_watch.number}"
+        seen = f"state {self._ts_watch.number}"
         if self._ts_watch.latest_change:
-            visible += f", changed last: {self._ts_watch.latest_change}"
+            seen += f", changed last: {self._ts_watch.latest_change}"
         compiled = self._ts_graphs.find(key, (*inputs.tensors, *inputs.numbers))
         tensors = given.tensors if inputs is given else local_tensors(given)
         calls = [t.left_by for t in given.tensors if isinstance(t, CarriedSlice)]
@@ -529,20 +529,9 @@ class ShardedModule(State, Notebook):
         elif torch.is_grad_enabled():  # the key says what needs a gradient: no such call ever has a graph
             names = [name for name, names in self._ts_names.items() if names[0] not in self._ts_parameters]
             check_buffers({name: self._ts_tensors[name] for name in names})
-        compiled_by = "" if compiler is None else str(compiler)
+        how = "" if compiler is None else str(compiler)
         return PreparedCall(
-            inputs,
-            compared,
-            tensors,
-            layouts,
-            batches,
-            calls,
-            given.arguments,
-            key,
-            compiled,
-            compiled_by,
-            self._sums,
-            visible,
+            inputs, compared, tensors, layouts, batches, calls, given.arguments, key, compiled, how, self._sums, seen
         )
 
     def _follow_assigned(self) -> None:
