@@ -91,7 +91,7 @@ def use_recording(recording: Recording | None) -> Iterator[None]:
 
 
 def in_captures(function: Callable[..., object]) -> Callable[[object], object]:
-    """Makes what replaces an original: in a thread that captures it calls `function(original, *args)`."""
+    """Makes a replacement for a `Patch`: it calls `function(original, *args)` in a thread that captures."""
 
     def replace(original: object) -> object:
         called = cast(Callable[..., object], original)

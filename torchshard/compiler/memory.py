@@ -106,7 +106,7 @@ def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bo
 
 
 def memory_of_weights(held: float, trained: float) -> dict[str, float]:
-    """Bytes that weights of so many bytes take, some of which are trained."""
+    """Bytes of weights, their gradients and the optimizer's states; `trained` bytes of the weights are trained."""
     return {"parameters": float(held), "gradients": float(trained), "optimizer": float(OPTIMIZER_STATES * trained)}
 
 

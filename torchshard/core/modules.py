@@ -14,5 +14,5 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """A number of the memory of a strided tensor: its views have the same while it lives."""
+    """Identifies the memory of a strided tensor: only its views have the same id while one of them lives."""
     return int(tensor.untyped_storage()._cdata)

@@ -42,7 +42,7 @@ def int_list_arg(node: fx.Node, index: int) -> list[int]:
 
 
 def read_sizes(module: fx.GraphModule, value: fx.Node, like: fx.Node) -> list[Argument]:
-    """The sizes of a value: numbers, and nodes at the insertion point that read dynamic ones, of another's origin."""
+    """The sizes of a value as arguments; new nodes at the insertion point, described as `like`, read dynamic ones."""
     return [
         size if isinstance(size, int) else emit(module, aten.sym_size.int, (value, dim), like)
         for dim, size in enumerate(value.meta["val"].shape)
@@ -103,7 +103,7 @@ def upstream(node: fx.Node, operands: Callable[[fx.Node], Iterable[fx.Node]]) ->
 def behind_needs(
     nodes: Iterable[fx.Node], needs: Callable[[fx.Node], Iterable[fx.Node]], place: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """The nodes in their order, each behind all that it needs, directly or through others; that comes by its place."""
+    """Orders nodes: each comes after all that it needs, directly or through others, which comes in order of place."""
     order = dict[fx.Node, None]()
 
     def missing(node: fx.Node) -> list[fx.Node]:
