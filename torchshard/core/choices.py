@@ -1,8 +1,8 @@
-"""The legal ways to run an op, from its row: whole, linear in partial sums, or with axes split.
+"""The legal ways to run an op, from its row: unsharded, linear in partial sums, or factors split.
 
-`choices` turns a row and a number of ranks into `Choice`s, each of which has the layouts of all operands and results.
-So a rule states the factors of an op once, and which splits are legal, and with which layouts, follows for all ops from
-the code here.
+`choices` turns a row and a number of ranks into `Choice`s, which have the layouts of all operands
+and results. A rule only states the factors of its op. The code here derives the legal splits and
+their layouts for all ops.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from torchshard.core.notation import (
 
 
 def axis_groups(row: Row) -> list[tuple[str, ...]]:
-    """Returns the sets of axes that can be split: single axes, the axes of a concatenation, and those of the options.
+    """Returns the splittable sets of factors: single ones, concatenations, and `together` sets.
 
-    The axes of `a+b` are split together because a rank's slice of a dim must hold its piece of every part.
+    The factors of `a+b` are split together because a rank's slice of a dim has a piece of every
+    part.
     """
     group = {axis: frozenset([axis]) for axis in row.sizes} | dict.fromkeys(row.options.together, row.options.together)
     for dims in (*row.operands, *row.results):
@@ -63,14 +64,14 @@ def _splittable(row: Row, axis: str) -> bool:
 
 
 class _Composed(NamedTuple):
-    """The parts that a dim is split in."""
+    """The parts that a dim is split into."""
 
     parts: tuple[Part, ...]
     repeated: bool = False
 
 
 def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Composed | None:
-    """Returns the parts of a merged dim if one of its axes is split, or None if no Shard expresses the split.
+    """Returns the parts of a merged dim with one split factor, or None if a Shard can't express them.
 
     In `(k c d)` with c split, the dim is k parts of c units of d elements.
     """
@@ -80,7 +81,7 @@ def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Co
     before = math.prod(sizes[axis] for axis in term[: split[0]])
     after = math.prod(sizes[axis] for axis in term[split[0] + 1 :])
     parts = axes[term[split[0]]]
-    if parts == EQUAL:  # equal slices of the axis are those of the dim if it is the major
+    if parts == EQUAL:  # equal slices of the major factor are equal slices of the dim
         return _Composed(EQUAL) if before == 1 else None
     if not isinstance(after, int) or after == 0:
         return None
@@ -96,7 +97,7 @@ def _dims_layout(
     """Returns the layout of a tensor under a split, or None if no layout expresses it.
 
     Args:
-        absent: the layout of a tensor that has none of the split axes.
+        absent: the layout of a tensor without the split factors.
     """
     split = [i for i, dim in enumerate(dims) if any(axis in axes for term in dim for axis in term)]
     if not split:
@@ -115,7 +116,7 @@ def _dims_layout(
 def _extract(
     dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: int, *, repeated: bool
 ) -> dict[str, tuple[Part, ...]]:
-    """The inverse of `_compose_term`: returns the axes, with their parts, that give a dim these parts."""
+    """Inverts `_compose_term`: returns the factors and their parts that give a dim these parts."""
     if len(dim) > 1:
         return {} if repeated else _extract_sum(dim, parts, sizes)
     term = dim[0]
@@ -135,13 +136,13 @@ def _extract(
 def _candidates(
     term: Term, index: int, parts: Sequence[Part], sizes: Mapping[str, Size], *, repeated: bool
 ) -> list[tuple[Part, ...]]:
-    """Returns the parts of one axis of a merged dim that may give the dim these parts, the plain ones first."""
+    """Returns parts of one factor that may give a merged dim these parts, the plain ones first."""
     size = sizes[term[index]]
     before, after = math.prod(sizes[a] for a in term[:index]), math.prod(sizes[a] for a in term[index + 1 :])
     before = 1 if repeated and not isinstance(before, int) else before
     if not isinstance(before, int) or not isinstance(after, int) or not isinstance(size, int):
         return []
-    # the parts of the dim are those of the axis, `before` times over, with units of `after` elements
+    # the dim has the factor's parts `before` times, each with units scaled by `after` elements
     own = parts[: len(parts) // before] if before and after else ()
     scaled = tuple((count, unit // after) for count, unit in own)
     by_element = tuple((count * unit // after, 1) for count, unit in own)
@@ -150,7 +151,7 @@ def _candidates(
 
 
 def _extract_sum(dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size]) -> dict[str, tuple[Part, ...]]:
-    """Returns the parts of each axis of a concatenation, or {} if a part spans two axes."""
+    """Returns the parts of each factor of a concatenation, or {} if a part spans two factors."""
     extracted, rest = {}, list(parts)
     for term in dim:
         if len(term) != 1 or not isinstance(sizes[term[0]], int):
@@ -169,7 +170,7 @@ Hint = tuple[int, Shard]
 
 
 def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
-    """Returns the parts that each axis may be split in: those of the hints first, then one part of single elements."""
+    """Returns the parts that each factor may be split into: those of hints, then single elements."""
     tensors = (*row.operands, *row.results)
     known: dict[str, list[tuple[Part, ...]]] = {}
     for position, shard in hints:
@@ -188,11 +189,12 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
 
 
 def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
-    """Returns all legal ways to run the op on `world` ranks: whole on I, whole on R, linear on P, or one axis split.
+    """Returns all legal ways to run the op on `world` ranks: all I, all R, linear on P, or split.
 
     Args:
-        hints: Shards that neighbouring ops give operands or require of results. They add choices that split an axis
-            in those parts, such as whole heads; without hints an axis is split element by element.
+        hints: Shards that neighbouring ops produce for operands or require of results. They add
+            choices that split a factor into those parts, such as entire heads. Without hints a
+            factor is split by element.
     """
     return list(_choices(row, world, tuple(hints)))
 
@@ -201,7 +203,7 @@ def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
 def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...]:
     n, m = len(row.operands), len(row.results)
     whole = [Choice("I", (I,) * n, (I,) * m)]
-    if not row.options.mutates:  # what an op writes to is stored as I or as a Shard, never as R or P
+    if not row.options.mutates:  # an op writes only to operands stored as I or Shard, never to R or P
         whole += [Choice("R", (R,) * n, (R,) * m)] if n else []
         for jointly in row.options.linear:
             operands = tuple(P if i in jointly else R for i in range(n))
@@ -212,11 +214,12 @@ def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...
 
 
 def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]) -> Iterator[AxisParts]:
-    """Yields the parts that the axes of a group are split in together.
+    """Yields combinations of parts for the factors of a group.
 
-    First all axes in their first parts, all in their second, and so on. Then each axis that has several parts beside
-    the plain parts of the others, as for keys and values in one weight next to queries. All combinations would be too
-    many: an axis has a few parts, and a group may have dozens of axes.
+    The first combination has each factor's first parts, the second has the second parts, and so on.
+    Then each factor that has several parts is combined with the plain parts of the others: keys and
+    values in one weight, next to queries. All combinations would be too many: a factor has a few
+    parts, and a group may have dozens of factors.
     """
     for option in range(max(len(parts[axis]) for axis in group)):
         yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
@@ -229,7 +232,7 @@ def _split_choices(
     row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]
 ) -> Iterator[Choice]:
     for axes in _parts_together(group, parts):
-        # a sum over a split axis is Partial, unless the replacement sums over the ranks itself
+        # a sum over a split factor is Partial, unless the replacement sums over the ranks itself
         summed = I if set(axes) & row.options.reduced else P
         operands = _layouts(row, row.operands, axes, world, R)
         results = _layouts(row, row.results, axes, world, summed)
@@ -260,21 +263,22 @@ def _is_legal(row: Row, axes: AxisParts, operands: Sequence[Layout], results: Se
 
 
 def _is_aligned(parts: Sequence[Part], number: int, world: int) -> bool:
-    """Returns whether each rank holds some of a split axis, and a multiple of a number of elements."""
+    """Returns whether each rank's size is positive and a multiple of `number` elements."""
     sizes = [local_size(parts, rank, world) for rank in range(world)]
     return parts != EQUAL and all(sizes) and not any(size % number for size in sizes)
 
 
 def _leaves_a_rank_empty(layout: Layout, world: int) -> bool:
-    """Returns whether the last rank, which gets the fewest units, holds none of a split in repeated parts."""
+    """Returns whether the last rank, which gets the fewest units, is empty with repeated parts."""
     return isinstance(layout, Shard) and layout.repeated and not local_size(layout.parts or (), world - 1, world)
 
 
 def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
-    """Yields the Shards that splits of this op would give its other tensors, from the hints of some.
+    """Yields the Shards that this op's splits would give its other tensors, from the hints of some.
 
-    A sweep over the graph before planning learns by this that a weight of 56 rows should be split as seven heads of
-    eight, though the op that needs the heads is several ops away.
+    A sweep over the graph before planning uses it to learn, for example, that a weight of 56 rows
+    should be split as seven heads of eight, although the op that needs the heads is several ops
+    away.
     """
     hints = list(hints)
     for choice in choices(row, world, hints):
@@ -284,7 +288,7 @@ def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
 
 
 def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
-    """Returns the function that a rank runs in place of the op under this choice, or None to run the op itself."""
+    """Returns the function that a rank runs instead of the op under this choice, if any."""
     for axis, _ in choice.axes:
         if axis in row.options.local:
             return row.options.local[axis]
@@ -292,7 +296,7 @@ def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
 
 
 def replacement_on(coordinate: Coordinate, row: Row | None, choice: Choice | None) -> Callable[..., Any] | None:
-    """Returns what a rank runs in place of the op, a function of the op's arguments; None to run the op itself."""
+    """Returns the function that a rank calls with the op's arguments instead of the op, if any."""
     if row is None or choice is None or (replacement := local_replacement(row, choice)) is None:
         return None
     return partial(replacement, Local(row, choice, coordinate))

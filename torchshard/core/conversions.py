@@ -1,8 +1,9 @@
-"""The legal conversions between layouts as one table, and the cheapest sequence of them for a value.
+"""The legal conversions between layouts as a table, and the cheapest sequence of them for a value.
 
-The backward of a conversion is again a conversion: it takes the gradient from the dual of the target layout to the dual
-of the source layout. So the table lists forwards only, and `dual` names the row that is the backward. Operators, the
-simulation, the planner and the verifier all derive from this table, so that they can't disagree.
+The backward of a conversion is again a conversion: it takes the gradient from the dual of the
+target layout to the dual of the source layout. So the table lists forwards only, and `dual` names
+the row of the backward. Operators, the simulation, the planner and the verifier all derive from
+this table, so they can't disagree.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Conversion:
     source: type[Layout]
     target: type[Layout]
     kernel: Kernel
-    """What a rank does."""
+    """The operation that a rank runs."""
     dual: str
-    """The name of the conversion that its backward is."""
+    """The name of the conversion that is its backward."""
 
 
 _I, _R, _P = type(I), type(R), type(P)
@@ -69,9 +70,9 @@ BESIDE: Mapping[str, tuple[Kernel, Kernel]] = {
     "dispatch": ("all_to_all", "all_to_all"),
     "combine": ("all_to_all", "all_to_all"),
 }
-"""Collectives beside the table, which convert no layout -> what kernels send as much, forward and backward."""
+"""Collectives outside the table, which convert no layout -> kernels that cost the same."""
 ROUNDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""Kernels that communicate -> how often the messages of a ring algorithm go around the ranks."""
+"""Kernels that communicate -> how often the messages of a ring algorithm go around the ring."""
 Price = Callable[[ConversionStep], float]
 """Returns the price of a conversion, forward and backward."""
 
@@ -79,14 +80,15 @@ Price = Callable[[ConversionStep], float]
 def plan_conversions(
     source: Layout, required: Iterable[Layout], *, needs_grad: bool, price: Price | None = None
 ) -> Steps | None:
-    """Returns the cheapest conversions that give a value all required layouts, or None if there are none.
+    """Returns the cheapest conversions that give a value all required layouts; None if impossible.
 
-    A conversion that several layouts need appears once: a partial sum that is required as I and as R is reduced once
-    and then copied. Among equally cheap plans, the one with the fewest conversions wins.
+    A conversion that several layouts need appears once: a partial sum that is required as I and as
+    R is reduced once and then copied. Among equally cheap plans, the one with the fewest
+    conversions wins.
 
     Args:
-        price: by default, the bytes that ring algorithms send on four ranks, forward and (if the value needs a
-            gradient) backward.
+        price: by default, the bytes that ring algorithms send on four ranks, forward and (if the
+            value needs a gradient) backward.
     """
     source, required = _without_gradient_layouts(source, required, needs_grad)
     if _is_forbidden(source, required, needs_grad):
@@ -98,7 +100,7 @@ def plan_conversions(
 
 
 def plan_conversion(source: Layout, target: Layout, *, needs_grad: bool = True) -> Steps | None:
-    """Returns the cheapest conversions from one layout to another, or None if there are none."""
+    """Returns the cheapest conversions from one layout to another; None if impossible."""
     return plan_conversions(source, [target], needs_grad=needs_grad)
 
 
@@ -138,8 +140,9 @@ def _fewest_bytes(source: Layout, required: frozenset[Layout], needs_grad: bool)
 def _cheapest(source: Layout, required: frozenset[Layout], needs_grad: bool, price: Price) -> Steps | None:
     """Dynamic programming over the sets of layouts that the value is available in.
 
-    I and R are candidates though nobody requires them: two steps through one of them may be cheaper than one step, or
-    the only way. Sorting by text makes the result independent of set order, which differs between the ranks' processes.
+    I and R are candidates even if not required: two steps through one of them may be cheaper than
+    one step, or the only way. Sorting by text makes the result independent of set order, which
+    differs between the ranks' processes.
     """
     targets: list[Layout] = sorted({*required, I, R}, key=str)
     steps = {start: _steps(start, targets, needs_grad, price) for start in sorted({source, *targets}, key=str)}
@@ -160,7 +163,7 @@ def _cheapest(source: Layout, required: frozenset[Layout], needs_grad: bool, pri
 def _steps(
     source: Layout, targets: Iterable[Layout], needs_grad: bool, price: Price
 ) -> list[tuple[ConversionStep, float]]:
-    """Returns the conversions from one layout that are a single row of the table, with their prices."""
+    """Returns the single-row conversions from one layout, with their prices."""
     steps = []
     for target in targets:
         row = _BY_LAYOUTS.get((type(source), type(target)))
@@ -172,18 +175,19 @@ def _steps(
 
 def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bool) -> bool:
     """Returns whether a forward conversion between these two layouts may use this row of the table."""
-    if row.name == "pad":  # the backward of narrow; forward nobody requires P
+    if row.name == "pad":  # only the backward of narrow, never a forward conversion
         return False
     if any(isinstance(layout, Shard) and layout.repeated for layout in (source, target)):
-        # a rank's slice does not tell how often its parts repeat, so such a Shard can't be gathered, nor a scatter
-        # differentiated, whose backward is a gather
+        # a rank's slice does not determine how often its parts repeat, so such a Shard can't be
+        # gathered; a scatter to it has no backward, which would be a gather
         return row.name == "scatter" and not needs_grad
-    # all_to_all exchanges two dims; between two Shards of one dim the whole is gathered and sliced again
+    # all_to_all exchanges two dims; between two Shards of one dim, the value is gathered and sliced
+    # again
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
 def _rounds(step: ConversionStep, needs_grad: bool) -> int:
-    """Returns the bytes that a step sends on four ranks, in units of what an all_to_all of the value sends."""
+    """Returns the bytes that a step sends on four ranks, as multiples of one all_to_all."""
     both = kernels(step.name, needs_grad=needs_grad)
     return sum(1 if kernel == "all_to_all" else 4 * ROUNDS.get(kernel, 0) for kernel in both)
 
@@ -195,15 +199,16 @@ def kernels(name: str, *, needs_grad: bool) -> tuple[Kernel, Kernel]:
 
 
 def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape: Sequence[int], world: int) -> float:
-    """Returns the bytes that the rank with the largest slice sends, by a ring algorithm.
+    """Returns the bytes sent by the rank with the largest slice, with a ring algorithm.
 
-    Slices of different sizes are sent padded to the largest, except by all_to_all.
+    Slices of different sizes are padded to the largest, except by all_to_all.
 
     Args:
-        nbytes: the size of the whole value in bytes.
-        shape: its global shape.
+        nbytes: the size of the full value in bytes.
+        shape: the global shape of the value.
 
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005).
     """
     if kernel == "all_to_all":
         return nbytes * largest_share(source, shape, world) * (1 - largest_share(target, shape, world))
@@ -214,9 +219,9 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:
-    """Returns a Shard's parts as collectives take them: [count, unit, count, unit, ...]; a leading 0: they repeat.
+    """Returns a Shard's parts as collectives take them: [count, unit, count, unit, ...].
 
-    Equal slices of a dynamic size have none.
+    A leading 0 means that the parts repeat. Equal slices of a dynamic size give an empty list.
     """
     if shard.parts is None and not isinstance(size, int):
         return []
@@ -226,16 +231,17 @@ def flat_parts(size: int, shard: Shard) -> list[int]:
 
 
 def shard_from(dim: int, flat: Sequence[int]) -> Shard:
-    """Returns the Shard from the list that `flat_parts` made of it."""
+    """Returns the Shard for a list from `flat_parts`."""
     repeated = len(flat) % 2 == 1  # pairs, and the leading 0
     return Shard(dim, tuple(zip(flat[repeated::2], flat[repeated + 1 :: 2], strict=True)), repeated)
 
 
 def source_and_target(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:
-    """Returns the layouts that a collective call converts between, from its arguments after the tensor.
+    """Returns a collective call's source and target layouts, from its arguments after the tensor.
 
     Args:
-        args: arguments of an fx node: a dim and its flat parts for each Shard of the row, and whatever follows them.
+        args: arguments of an fx node: a dim and its flat parts for each Shard of the row, then any
+            others.
     """
     row = TABLE[name]
     if name == "all_to_all":

@@ -6,17 +6,21 @@
     Shard(dim)  its slice along dim        its slice of the gradient           S(1)
     Partial     a partial sum              the whole gradient                  P
 
-A layout includes the gradient because two values that are equal forward (I and R) need different collectives backward.
-I and S are their own duals, R and P are each other's: `dual(layout)` is the layout of the gradient.
+A layout includes the gradient because two values that are equal forward (I and R) need different
+collectives backward. I and S are their own duals, R and P are each other's: `dual(layout)` is the
+layout of the gradient.
 
-The sharded dim is a concatenation of *parts*. A part is `count` units of `unit` elements; its units are dealt to the
-ranks by `torch.chunk`'s rule, and a rank holds its piece of every part. The plain case is one part of units of one
-element. `S(2; 768+768+768)` is a fused QKV weight; `S(0; 7x8)` is seven heads of eight, of which two ranks hold four
-and three. The last ranks may be empty. Where the size of the dim is dynamic, the parts repeat until the dim is full:
-`S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`. Or the dim is a multiple of the
-number of ranks, whatever its size: then `S(1)` is equal slices.
+The sharded dim is a concatenation of *parts*. A part is `count` units of `unit` elements. Its units
+are dealt to the ranks by `torch.chunk`'s rule, and each rank gets a piece of every part. The plain
+case is one part of units of one element. `S(2; 768+768+768)` is a fused QKV weight. `S(0; 7x8)` is
+seven heads of eight, split as four and three across two ranks. The last ranks may be empty.
 
-Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1, 1, 0, 0.
+A dim of dynamic size has two forms. In `S(1; *4)` the parts repeat until the dim is full: any
+number of four heads, as in `view(length, batch * heads, width)`. In `S(1)` the size is a multiple
+of the number of ranks, and the slices are equal.
+
+Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1,
+1, 0, 0.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ Size: TypeAlias = "int | sympy.Expr"
 Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
 EQUAL: tuple[Part, ...] = ()
-"""The parts of a dim or an axis of dynamic size, which is a multiple of the number of ranks: the slices are equal."""
+"""The parts of a dim or factor of dynamic size, a multiple of the rank count: equal slices."""
 
 
 @dataclass(frozen=True)
 class Invariant:
-    """Every rank holds the whole value and the whole gradient."""
+    """Every rank has the full value and the full gradient."""
 
     def __str__(self) -> str:
         return "I"
@@ -50,7 +54,7 @@ class Invariant:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank holds the whole value and a partial sum of its gradient."""
+    """Every rank has the full value and a partial sum of its gradient."""
 
     def __str__(self) -> str:
         return "R"
@@ -58,7 +62,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank holds a partial sum of the value, and the whole gradient."""
+    """Every rank has a partial sum of the value, and the full gradient."""
 
     def __str__(self) -> str:
         return "P"
@@ -66,7 +70,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank holds a slice of the value along one dim, and the same slice of the gradient."""
+    """Every rank has a slice of the value along one dim, and the same slice of the gradient."""
 
     dim: int
     """The sharded dim of the tensor, counted from 0 (never negative)."""
@@ -98,12 +102,12 @@ def dual(layout: Layout) -> Layout:
 
 
 def is_whole(layout: Layout) -> bool:
-    """Returns whether every rank holds the whole value (I or R)."""
+    """Returns whether every rank has the full value (I or R)."""
     return isinstance(layout, (Invariant, Replicate))
 
 
 def parse_layout(text: str) -> Layout:
-    """Parses a layout as `str(layout)` prints it.
+    """Parses a layout from the text that `str(layout)` prints.
 
     Raises:
         ValueError: the text is not a layout.
@@ -146,7 +150,7 @@ def parts_size(parts: Sequence[Part]) -> int:
 
 
 def ranges(parts: Sequence[Part], rank: int, world: int) -> list[tuple[int, int]]:
-    """Returns the (start, stop) that `rank` holds of each part, in elements of the whole dim."""
+    """Returns the (start, stop) of `rank`'s slice of each part, in elements of the global dim."""
     slices, offset = [], 0
     for count, unit in parts:
         bounds = chunk_bounds(count, world)
@@ -156,15 +160,15 @@ def ranges(parts: Sequence[Part], rank: int, world: int) -> list[tuple[int, int]
 
 
 def local_size(parts: Sequence[Part], rank: int, world: int) -> int:
-    """Returns the number of elements of the dim that `rank` holds."""
+    """Returns the number of elements of the dim on `rank`."""
     return sum(stop - start for start, stop in ranges(parts, rank, world))
 
 
 def local_extent(size: Size, shard: Shard, rank: int, world: int) -> Size:
-    """Returns the number of elements that `rank` holds of a sharded dim.
+    """Returns the number of elements of a sharded dim on `rank`.
 
-    If the parts repeat or the slices are equal, `size` may be anything that `//` and `*` work on: an expression, or an
-    fx.Proxy of a size.
+    If the parts repeat or the slices are equal, `size` may be anything that supports `//` and `*`:
+    an expression, or an fx.Proxy of a size.
     """
     if shard.parts is None and not isinstance(size, int):
         return size // world
@@ -174,14 +178,14 @@ def local_extent(size: Size, shard: Shard, rank: int, world: int) -> Size:
 
 
 def largest_share(layout: Layout, shape: Sequence[int], world: int) -> float:
-    """Returns the fraction of a value that rank 0 holds; `torch.chunk` fills the first ranks, so no rank holds more."""
+    """Returns rank 0's fraction of a value, the largest: `torch.chunk` fills the first ranks."""
     if not isinstance(layout, Shard) or not shape[layout.dim]:
         return 1.0
     return local_extent(shape[layout.dim], layout, 0, world) / shape[layout.dim]
 
 
 def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> tuple[int, ...]:
-    """Returns the shape of what `rank` holds of a tensor of global `shape`."""
+    """Returns the local shape on `rank` of a tensor of global `shape`."""
     if not isinstance(layout, Shard):
         return tuple(shape)
     local = list(shape)
@@ -199,7 +203,11 @@ def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
 
 
 def with_parts(source: Layout, target: Layout, shape: Sequence[int], world: int) -> tuple[Layout, Layout]:
-    """Returns the layouts of a conversion of a tensor of local `shape` with the parts that equal slices have."""
+    """Returns the layouts of a conversion with the parts of equal slices spelled out.
+
+    Args:
+        shape: the local shape of the tensor before the conversion.
+    """
     if isinstance(source, Shard) and source.parts == EQUAL:
         source = Shard(source.dim, ((shape[source.dim] * world, 1),))
     if isinstance(target, Shard) and target.parts == EQUAL:
@@ -217,10 +225,11 @@ def _smallest_unit(count: int, unit: int, world: int) -> int:
 
 
 def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = False) -> Shard:
-    """Returns the canonical Shard for these parts at this world size: smallest units, no needless parts.
+    """Returns the canonical Shard for these parts at this world size, with the smallest units.
 
-    Shards that give every rank the same elements get the same spelling, so that layouts can be compared by equality;
-    except parts of fewer units than there are ranks, of which a pair may be converted needlessly.
+    Shards that give every rank the same elements get the same spelling, so layouts can be compared
+    by equality. The exception is a part with fewer units than ranks: two spellings of it may
+    differ, at the cost of an unnecessary conversion.
 
     >>> str(canonical(0, [(4, 8)], 2)), str(canonical(0, [(7, 8)], 2))
     ('S(0)', 'S(0; 7x8)')
@@ -234,9 +243,10 @@ def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = F
 
 
 def split(tensor: Tensor, layout: Layout, rank: int, world: int) -> Tensor:
-    """Returns what `rank` holds of a whole tensor, so that `join([split(x, l, r, w) for r in range(w)], l)` is x.
+    """Returns `rank`'s piece of a full tensor: `join([split(x, l, r, w) for r in range(w)], l)` is x.
 
-    Under Partial, rank 0 holds the whole value and the others zeros. The result is a view if possible.
+    Under Partial, rank 0 gets the full value and the others zeros. The result is a view if
+    possible.
     """
     if isinstance(layout, Partial):
         return tensor if rank == 0 else torch.zeros_like(tensor)
@@ -248,7 +258,7 @@ def split(tensor: Tensor, layout: Layout, rank: int, world: int) -> Tensor:
 
 
 def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Returns the whole tensor from what each rank holds, in the order of the ranks."""
+    """Returns the full tensor from all ranks' pieces, in rank order."""
     if isinstance(layout, Partial):
         return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype) if len(pieces) > 1 else pieces[0]
     if not isinstance(layout, Shard):
@@ -257,7 +267,8 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
     if not layout.parts or (len(layout.parts) == 1 and not layout.repeated):
         return torch.cat(list(pieces), dim)
     parts = parts_of(sum(piece.shape[dim] for piece in pieces), layout)
-    # a rank holds a piece of every part, so the whole is put together part by part, not rank by rank
+    # each rank has a piece of every part, so the parts are joined one after the other, not the
+    # ranks
     widths = [[stop - start for start, stop in ranges(parts, rank, world)] for rank in range(world)]
     columns = [piece.split(width, dim) for piece, width in zip(pieces, widths, strict=True)]
     return torch.cat([column[part] for part in range(len(parts)) for column in columns], dim)
@@ -276,5 +287,5 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
-    """Returns the type of a tensor as text: 'f32[2,8,16]'; with `core.sharding.split_text` also how ranks hold it."""
+    """Returns a tensor's type as text, 'f32[2,8,16]'; see `core.sharding.split_text` for shardings."""
     return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"

@@ -1,7 +1,7 @@
-"""The ranks that a program runs on: one axis of a device mesh, and one rank's coordinate on it.
+"""The mesh of ranks that a program runs on: its axes, and a rank's coordinate on an axis.
 
-Layouts say how a value is divided among the ranks of one axis. Planning and rewriting know an axis, but no rank;
-`localize` and everything after it know a coordinate.
+A layout describes how a value is split across the ranks of one axis. Planning and rewriting use an
+axis but not a rank; `localize` and later stages use a coordinate.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 MODEL = "model"
-"""The name of the model-parallel axis: what graphs call its group until a rank runs them."""
+"""The name of the model-parallel axis. Graphs use it as the group's name until a rank runs them."""
 DATA = "data"
 """The name of the axis across the model-parallel groups."""
 
 
 SHORT = {MODEL: "tp", DATA: "dp"}
-"""What people read where they gave an axis no name."""
+"""The axis names that users read if they named no axes."""
 
 
 def data_names(number: int) -> list[str]:
-    """Returns the names of so many axes across the model-parallel groups, outermost first."""
+    """Returns the names of `number` axes across the model-parallel groups, outermost first."""
     return [DATA] if number == 1 else [f"{DATA}{i}" for i in range(1, number + 1)]
 
 
 Data: TypeAlias = Literal["replicate", "shard", "shard_grad_op"]
-"""What ranks that divide the batch hold of the weights: all ("replicate", as in DDP); slices, which are gathered to
-compute with, and again in the backward ("shard", as in FSDP and ZeRO-3), or once ("shard_grad_op", as in ZeRO-2)."""
+"""How ranks that split the batch store weights. "replicate": in full, as in DDP. "shard": as
+slices, gathered for the forward and again for the backward, as in FSDP and ZeRO-3. "shard_grad_op":
+as slices gathered once, as in ZeRO-2."""
 Holds: TypeAlias = Literal["weights", "replicate", "shard", "shard_grad_op"]
-"""What the ranks along an axis hold: slices of the weights that they compute with, or parts of the batch."""
+"""What an axis splits: "weights", of which ranks compute with slices, or the batch (the others)."""
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of a device mesh. Axes of one name and size are equal, whatever they hold for a model."""
+    """An axis of a device mesh. Axes compare by name and size, whatever they split."""
 
     size: int
     """The number of ranks along it."""
     name: str = MODEL
     label: str = field(default="", compare=False)
-    """The user's name for it, if it has one."""
+    """The user's name for it, if any."""
     holds: Holds = field(default="weights", compare=False)
 
     def __str__(self) -> str:
@@ -50,24 +51,24 @@ class MeshAxis:
 
     @property
     def data(self) -> Data | None:
-        """How the ranks hold weights if they divide the batch; None if they divide the weights."""
+        """How the ranks store weights if they split the batch; None if they split the weights."""
         return None if self.holds == "weights" else self.holds
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
-        """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
+        """Returns the coordinate of a rank; `group` is its group's name, by default the axis name."""
         return Coordinate(self, rank, group or self.name)
 
     def simulated(self, among: str = "") -> list[Coordinate]:
-        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups.
+        """Returns the coordinates of all ranks, for a simulation in one process.
 
         Args:
-            among: as in `simulated_name`.
+            among: distinguishes groups of the same axis; see `simulated_name`.
         """
         return [self.coordinate(rank, simulated_name(rank, self.size, among)) for rank in range(self.size)]
 
 
 def ranks_text(axes: Sequence[MeshAxis]) -> str:
-    """Returns how many ranks there are along these axes, outermost first: '2 ranks', '2 × 4 ranks (dp × tp)'."""
+    """Returns the number of ranks along axes, outermost first: '2 ranks', '2 × 4 ranks (dp × tp)'."""
     axes = [axis for axis in axes if axis.size > 1]
     sizes = " × ".join(str(axis.size) for axis in axes) or "1"
     is_named = len(axes) > 1 and all(axis.label for axis in axes)
@@ -76,15 +77,16 @@ def ranks_text(axes: Sequence[MeshAxis]) -> str:
 
 
 Place: TypeAlias = Mapping[str, int]
-"""Where a rank is on a mesh: the name of each axis, in order -> its rank on it."""
+"""A rank's position on a mesh: the name of each axis, in order -> its rank on it."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes over which the ranks are laid out, outermost first: consecutive ranks differ in the last one.
+    """The axes of the ranks, outermost first: consecutive ranks differ in the last one.
 
-    Of the mesh that a model is split over, all axes but the last divide the batch. The last one divides the weights;
-    it may divide the batch if it is the only one, and has one rank if the others do all.
+    A model is split over a mesh in which all axes but the last split the batch. The last one splits
+    the weights. It may split the batch if it is the only axis, and has one rank if only the batch
+    is split over several axes.
     """
 
     axes: tuple[MeshAxis, ...]
@@ -101,7 +103,7 @@ class Mesh:
 
     @property
     def across(self) -> tuple[MeshAxis, ...]:
-        """The axes beside the last, which divide the batch."""
+        """All axes except the last; they split the batch."""
         return self.axes[:-1]
 
     @property
@@ -111,11 +113,11 @@ class Mesh:
 
     @property
     def parts(self) -> int:
-        """The number of parts of the batch."""
+        """The number of shards of the batch."""
         return math.prod(axis.size for axis in self.axes if axis.data)
 
     def places(self) -> list[dict[str, int]]:
-        """Returns the places of all ranks, in their order."""
+        """Returns the places of all ranks, in rank order."""
         names = [axis.name for axis in self.axes]
         ranks = itertools.product(*(range(axis.size) for axis in self.axes))
         return [dict(zip(names, numbers, strict=True)) for numbers in ranks]
@@ -128,10 +130,10 @@ class Mesh:
         return {axis.name: found[axis.name] for axis in self.axes}
 
     def axis(self, name: str) -> MeshAxis:
-        """Returns the axis of a name.
+        """Returns the axis with this name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the mesh lacks it.
         """
         for axis in self.axes:
             if axis.name == name:
@@ -146,14 +148,15 @@ class Coordinate:
     axis: MeshAxis
     rank: int
     group: str
-    """The name under which this rank's collectives find their process group."""
+    """The name by which this rank's collectives find their process group."""
 
 
 def simulated_name(rank: int, size: int, among: str = "") -> str:
-    """Returns the name of a simulated group, which has no process group.
+    """Returns the name of a simulated group, which lacks a process group.
 
     Args:
-        among: tells the group from others of the same axis, which have other places on the other axes.
+        among: distinguishes the group from others of the same axis at different places on the other
+            axes.
     """
     return f"simulated/{rank}/{size}" + (f"/{among}" if among else "")
 
@@ -164,7 +167,7 @@ class Simulated(NamedTuple):
     rank: int
     size: int
     among: str
-    """Tells the group from others."""
+    """Distinguishes the group from others of the same axis."""
 
 
 def simulated(name: str) -> Simulated | None:

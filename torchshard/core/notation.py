@@ -6,16 +6,18 @@
     sort        a !b -> a !b                 b is unsplittable
     expand      1 -> a                       1 is a dim of size one that no split touches
 
-A row is a sharding rule: it names the axes (factors) of every dim, as einops does, and from the names alone follow
-all legal layouts of the op. The same letter is the same axis. An axis that no result has is summed, so that splitting
-it gives Partial results; an operand without the split axis is Replicate. `...` stands for leading axes, aligned at
-their last.
+A row is a sharding rule. It names the factors of every dim, as einops does, and the names alone
+determine all legal layouts of the op. The code calls a factor `axis`. The same letter is the same
+factor. A factor that appears in no result is summed, so splitting it gives Partial results. An
+operand without the split factor is Replicate. `...` stands for leading factors, aligned from the
+right.
 
-`bind` turns a text and the shapes of an op into a `Row`; `core.choices` turns a row into the legal ways to run the op.
+`bind` combines a text and the shapes of an op into a `Row`; `core.choices` derives from a row the
+legal ways to run the op.
 
-Sizes are ints, or sympy expressions if they are dynamic. An axis of dynamic size is split only where the size is known
-to be a multiple of the number of ranks, and then in equal slices. An axis of size `4*s` becomes two axes, `s` and 4, of
-which the second may be split as any other.
+Sizes are ints, or sympy expressions if they are dynamic. A factor of dynamic size is split only if
+its size is known to be a multiple of the number of ranks, and then into equal slices. A factor of
+size `4*s` becomes two factors, `s` and 4; the second splits like any other.
 """
 
 from __future__ import annotations
@@ -43,39 +45,40 @@ from torchshard.core.layouts import (
 from torchshard.core.mesh import Coordinate
 
 Term = tuple[str, ...]
-"""A product of axes, major first; the empty product is a dim of size one."""
+"""A product of factors, major first; the empty product is a dim of size one."""
 Dim = tuple[Term, ...]
-"""A concatenation of terms; nearly always of one."""
+"""A concatenation of terms; nearly always a single term."""
 AxisParts = Mapping[str, tuple[Part, ...]]
-"""The axes that are split together -> the parts that each is split in."""
+"""The factors that are split together -> the parts that each is split into."""
 LocalFn = Callable[..., Any]
-"""A replacement, (local: Local, *args, **kwargs) -> result: what a rank computes if a split changes the op.
+"""A replacement, (local: Local, *args, **kwargs) -> result: run by a rank if a split changes the op.
 
-fx calls it with Proxies to record the rank's graph, eager collectives with tensors.
+fx calls it with Proxies to record the rank's graph; eager collectives call it with tensors.
 """
 
 MAX_PARTS = 64
-"""A merged dim whose split would need more parts than this is unsplittable."""
+"""A merged dim is unsplittable if its split would need more parts than this."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
     """The factors of one op, bound to its global sizes.
 
-    Rows hash by identity (`eq=False`), because `choices` is cached by row and the mappings in a row have no hash.
+    Rows hash by identity (`eq=False`): `choices` is cached by row, and a row's mappings are
+    unhashable.
     """
 
     text: str
-    """The row as the rule wrote it, for messages."""
+    """The row's text as the rule wrote it, for messages."""
     operands: tuple[tuple[Dim, ...], ...]
     """The dims of each tensor operand, in the order of the op's arguments."""
     results: tuple[tuple[Dim, ...], ...]
     sizes: Mapping[str, Size]
-    """The size of each axis."""
+    """The size of each factor."""
     unsplittable: frozenset[str] = frozenset()
-    """Axes that must not be split, written !a."""
+    """Factors that must not be split, written !a."""
     equal: frozenset[str] = frozenset()
-    """Axes of dynamic size that may be split, in equal slices."""
+    """Factors of dynamic size that may be split, into equal slices."""
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
@@ -84,26 +87,27 @@ class RowOptions:
     """The properties of an op that its factors do not express."""
 
     linear: tuple[frozenset[int], ...] = ()
-    """Sets of operands in which the op is jointly linear: if all of a set are Partial and the rest R, results are P."""
+    """Sets of operands in which the op is jointly linear: if one set is P and the rest R, results
+    are P."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
-    """Axis -> replacement, if splitting the axis changes the local computation; '*' stands for any axis."""
+    """Factor -> replacement, if splitting the factor changes the local op; '*': any factor."""
     reduced: frozenset[str] = frozenset()
-    """Axes that the replacement itself sums over: results without such an axis are Invariant, not Partial."""
+    """Factors that the replacement sums over: results without one are Invariant, not Partial."""
     by_size: bool = False
-    """Whether the replacements read only sizes, not starts, so that an axis may be split in several parts.
+    """Whether the replacements read only sizes, not starts, so a factor may have several parts.
 
-    A replacement of '*' is never asked: it must work with several parts.
+    A replacement of '*' must always work with several parts, whatever this field says.
     """
     fills_ranks: bool = False
-    """Whether every rank must hold some of a split in repeated parts, because the op infers the whole size from it."""
+    """Whether repeated parts must leave no rank empty: the op infers the full size from its slice."""
     aligned: Mapping[str, int] = field(default_factory=dict)
-    """Axis -> a number of elements: each rank must hold a multiple of it, as kernels need that read many at once."""
+    """Factor -> a number that must divide each rank's size, because kernels read that many at once."""
     mutates: frozenset[int] = frozenset()
-    """Operands that the op writes to: it uses them as they are stored, because a conversion would write to a copy."""
+    """Operands that the op writes to, used as stored: a conversion would write to a copy."""
     any_size: frozenset[str] = frozenset()
-    """Axes whose replacement works for any size, a dynamic one too; '*' stands for all."""
+    """Factors whose replacement works for any size, even a dynamic one; '*': all factors."""
     together: frozenset[str] = frozenset()
-    """Axes that are split at once or not at all."""
+    """Factors that are split together or not at all."""
 
 
 class _PlainKeywords(TypedDict, total=False):
@@ -114,7 +118,7 @@ class _PlainKeywords(TypedDict, total=False):
 
 
 class RowKeywords(_PlainKeywords, total=False):
-    """The fields of RowOptions as keyword arguments of `bind`; collections of any type are frozen there."""
+    """The fields of RowOptions as keyword arguments of `bind`, which freezes the collections."""
 
     linear: Iterable[Iterable[int]]
     reduced: Iterable[str]
@@ -148,23 +152,23 @@ class Choice:
     """One legal way to run one op."""
 
     name: str
-    """'I', 'R', 'P', or the split axes: 'split n'."""
+    """'I', 'R', 'P', or the split factors: 'split n'."""
     operands: tuple[Layout, ...]
     """The layout that each tensor operand must have."""
     results: tuple[Layout, ...]
-    """The layout that each result then has."""
+    """The layout of each result."""
     axes: tuple[tuple[str, tuple[Part, ...]], ...] = ()
-    """The split axes with their parts."""
+    """The split factors with their parts."""
 
     @property
     def splits_dynamic(self) -> bool:
-        """Whether an axis of dynamic size is split, in equal slices."""
+        """Whether a factor of dynamic size is split, into equal slices."""
         return any(parts == EQUAL for _, parts in self.axes)
 
 
 @dataclass(frozen=True)
 class Local:
-    """What a replacement may know about the rank that it runs on."""
+    """The row, choice and coordinate that a replacement may read on its rank."""
 
     row: Row
     choice: Choice
@@ -186,25 +190,25 @@ class Local:
         return self.coordinate.group
 
     def parts(self, axis: str) -> tuple[Part, ...] | None:
-        """Returns the parts that an axis is split in; None if it is not split."""
+        """Returns the parts that a factor is split into; None if it is not split."""
         return dict(self.choice.axes).get(axis)
 
     def size(self, axis: str) -> Size:
-        """Returns this rank's size of an axis."""
+        """Returns this rank's size of a factor."""
         parts, size = self.parts(axis), self.row.sizes[axis]
         if parts is None:
             return size
         return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)
 
     def sizes(self, axis: str) -> list[int]:
-        """Returns each rank's size of a split axis of static size."""
+        """Returns each rank's size of a split factor of static size."""
         return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
 
     def start(self, axis: str) -> int:
-        """Returns where this rank's slice of a split axis of static size begins.
+        """Returns the start of this rank's slice of a split factor of static size.
 
         Raises:
-            RuleError: the axis is split in several parts, of which a rank holds several slices.
+            RuleError: the factor is split into several parts, so a rank has several slices.
         """
         parts = self.parts(axis) or ()
         if len(parts) != 1:
@@ -212,9 +216,9 @@ class Local:
         return ranges(parts, self.rank, self.world)[0][0]
 
     def resize(self, sizes: Sequence[Size]) -> list[Size]:
-        """Returns this rank's sizes of the first result from its global sizes as the op's arguments spell them.
+        """Returns this rank's sizes of the first result, from the global sizes among the arguments.
 
-        A dynamic size is taken from the arguments, where it is an fx.Proxy, or -1 to be inferred.
+        A dynamic size comes from the arguments: there it is an fx.Proxy, or -1 to be inferred.
         """
         layout, whole = self.choice.results[0], self.whole_shape()
         local = [size if isinstance(size, int) else argument for size, argument in zip(whole, sizes, strict=True)]
@@ -251,7 +255,7 @@ def _tokens(side: str) -> Iterator[str]:
 
 
 def _parse_dim(token: str) -> tuple[Dim, frozenset[str]]:
-    """Returns the terms of a dim and its unsplittable axes: `(a !b)+c` is ((a, b), (c,)) and {b}."""
+    """Returns a dim's terms and unsplittable factors: `(a !b)+c` is ((a, b), (c,)) and {b}."""
     terms, unsplittable = [], set()
     for segment in token.split("+"):
         names = segment.strip("()").split()
@@ -281,7 +285,8 @@ def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
 def _expand(tokens: list[str], ndim: int, where: str) -> list[str]:
     """Returns the dims with `...` spelled out: `... k` for a tensor of 3 dims is `_1 _0 k`.
 
-    The leading axes are numbered from their last, so that operands of different ndim are aligned as PyTorch broadcasts.
+    The leading factors are numbered from the right, which aligns operands of different ndim as
+    PyTorch broadcasts.
     """
     if "..." not in tokens:
         if len(tokens) != ndim:
@@ -306,7 +311,8 @@ def bind(
 
     Args:
         operands, results: global shapes, one per tensor.
-        sizes: sizes of axes that occur only in merged or concatenated dims, so that no shape has them.
+        sizes: sizes of factors that occur only in merged or concatenated dims, which no shape
+            determines.
         multiples: the dynamic sizes that are multiples of the number of ranks.
         options: fields of RowOptions.
 
@@ -314,7 +320,7 @@ def bind(
         RuleError: the text does not fit the shapes.
     """
     left, right = _parse(text)
-    # an empty side of the text stands for one scalar or for no tensor at all; the shapes tell which
+    # an empty side of the text is one scalar or no tensor at all; the shapes distinguish the two
     left = [] if left == [[]] and not operands else left
     right = [] if right == [[]] and not results else right
     if len(left) != len(operands) or len(right) != len(results):
@@ -344,7 +350,7 @@ def bind(
 
 
 def _equal_axes(sizes: Mapping[str, Size], options: RowOptions, multiples: Collection[Size]) -> Iterator[str]:
-    """Yields the axes whose dynamic size is a multiple of the number of ranks, if the op can be split there."""
+    """Yields the splittable factors of dynamic size that are multiples of the number of ranks."""
     for axis, size in sizes.items():
         replaced = not {axis, "*"}.isdisjoint(options.local)
         fits = not replaced or not {axis, "*"}.isdisjoint(options.any_size)
@@ -353,9 +359,9 @@ def _equal_axes(sizes: Mapping[str, Size], options: RowOptions, multiples: Colle
 
 
 def dynamic_factor(size: Size, factors: Collection[Size]) -> Size | None:
-    """Returns the one of these dynamic sizes of which another is a multiple, `2*s` of `6*s*t`; None for none.
+    """Returns the element of `factors` that divides a dynamic size (`2*s` for `6*s*t`), if any.
 
-    Of several it is the one with the largest number in it.
+    If several divide it, returns the one with the largest numeric coefficient.
     """
     if isinstance(size, int):
         return None
@@ -367,13 +373,13 @@ def dynamic_factor(size: Size, factors: Collection[Size]) -> Size | None:
 def _bind_dims(
     text: str, tensors: list[list[str]], shapes: Sequence[Sequence[Size]], known: dict[str, Size]
 ) -> tuple[list[tuple[Dim, ...]], set[str]]:
-    """Returns the dims of each tensor and the unsplittable axes; adds the sizes of plain axes to `known`."""
+    """Returns each tensor's dims, and unsplittable factors; adds plain factors' sizes to `known`."""
     unsplittable: set[str] = set()
     bound: list[tuple[Dim, ...]] = []
     for tokens, shape in zip(tensors, shapes, strict=True):
         dims = []
         for token, size in zip(_expand(tokens, len(shape), text), shape, strict=True):
-            # a leading dim of size one is broadcast against the others, so that it is not the same axis
+            # a leading dim of size one broadcasts against the others, so it is not the same factor
             dim, marked = _parse_dim("1" if token.startswith("_") and size == 1 else token)
             unsplittable |= marked
             if len(dim) == 1 and len(dim[0]) == 1:
@@ -387,12 +393,12 @@ def _bind_dims(
 def _with_factors(
     bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str], multiples: Collection[Size]
 ) -> list[tuple[Dim, ...]]:
-    """Replaces an axis of size `4*s` by a product of two axes, `s` and 4, of which the second may be split.
+    """Replaces a factor of size `4*s` by a product of two, `s` and 4, so the second can be split.
 
     Args:
-        sizes: the sizes of the axes, which are changed.
-        whole: axes that stay one, because they are unsplittable or the row's options name them.
-        multiples: sizes that stay one, because they are split in equal parts.
+        sizes: the sizes of the factors, modified in place.
+        whole: factors to keep as one, because they are unsplittable or the row's options name them.
+        multiples: sizes to keep as one, because they are split into equal parts.
     """
     factors: dict[str, tuple[str, str]] = {}
     for axis, size in list(sizes.items()):
@@ -427,5 +433,5 @@ def _check_dims(
 
 
 def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:
-    """Returns the size of a dim from the sizes of its axes."""
+    """Returns the size of a dim from the sizes of its factors."""
     return sum(math.prod(sizes[axis] for axis in term) for term in dim)

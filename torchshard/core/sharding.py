@@ -2,16 +2,18 @@
 
     model: S(0; 7x8) . data: S(0)
 
-The placements are applied one after the other, each to the slices that the one before leaves: each rank of `model` has
-its heads, and of those each rank of `data` a slice. So a sharding is a recursion: split by the first placement, and
-the slices by the others; join in the opposite order. The gradient's sharding has the dual of each placement, and a
-conversion changes one placement, which must be the last one that splits its dim. Over an axis without a placement the
-tensor is replicated: the ranks along it have equal slices, or all of it.
+Placements are applied in order, each to the slices of the previous one: each rank of `model` has
+its heads, and each rank of `data` a slice of those heads. So a sharding is a recursion: split by
+the first placement, then split the slices by the others; join in reverse order. The gradient's
+sharding has the dual of each placement. A conversion changes one placement, which must be the last
+one that splits its dim. The tensor is replicated over an axis without a placement.
 
-The order of placements is not that of the mesh: weights are split over the model axis first, and their slices over the
-data axis (FSDP within tensor parallelism, for which PyTorch needs a `_StridedShard`).
+Placements may be in a different order than the mesh axes: weights are split over the model axis
+first, and their slices over the data axis (FSDP within tensor parallelism, for which PyTorch needs
+a `_StridedShard`).
 
-People read shardings in the types of tensors, whose shapes are global: each dim names the axes that split it, in order.
+Users read shardings in tensor types. The shape is global, and each dim names the axes that split
+it, in order.
 
     f32[8,512,64@tp]               a slice of the last dim on each rank of tp, equal on all other axes
     f32[8@dp,2304@tp(768+768+768)] split over two axes; each rank of tp has a slice of each of three parts
@@ -19,7 +21,8 @@ People read shardings in the types of tensors, whose shapes are global: each dim
     f32[8,512] P@tp                each rank of tp has a partial sum
     f32[8,512] R@tp                each rank has all of it, and a partial sum of its gradient
 
-As JAX's `float32[8@X,4]`, and its `{U:X}` and `{R:X}`; the class is named after `jax.sharding.Sharding`.
+The notation follows JAX's `float32[8@X,4]`, `{U:X}` and `{R:X}`; the class is named after
+`jax.sharding.Sharding`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torchshard.core.mesh import MODEL, Mesh, MeshAxis, Place
 
 
 class Cut(NamedTuple):
-    """A placement as one rank of its axis has it."""
+    """A placement for one rank of its axis."""
 
     layout: Layout
     rank: int
@@ -45,11 +48,11 @@ class Cut(NamedTuple):
 
 
 Cuts: TypeAlias = tuple[Cut, ...]
-"""How one rank's slice of a tensor is cut out of the full tensor, one cut after the other."""
+"""The cuts, in order, that take one rank's slice out of the full tensor."""
 
 
 class Placement(NamedTuple):
-    """The layout over one axis of the slices that earlier placements leave."""
+    """The layout over one axis, applied to the slices of earlier placements."""
 
     axis: MeshAxis
     layout: Layout
@@ -65,23 +68,23 @@ class Sharding(tuple[Placement, ...]):
 
     @classmethod
     def of(cls, *placements: tuple[MeshAxis, Layout]) -> Sharding:
-        """Returns the sharding with these placements, in one spelling: shardings compare by equality.
+        """Returns the canonical sharding with these placements; shardings compare by equality.
 
-        Placements that are invariant, or over an axis of one rank, are left out. Only placements that split the same
-        dim have an order of their own; others give the same slices in any order.
+        Placements that are invariant, or over an axis of one rank, are omitted. Order matters only
+        among placements that split the same dim; others give the same slices in any order.
         """
         kept = [Placement(axis, layout) for axis, layout in placements if layout != I and axis.size > 1]
         return cls(sorted(kept, key=_order))
 
     @classmethod
     def parse(cls, given: str, mesh: Mesh) -> Sharding:
-        """Returns the sharding whose `text` or `short_text` this is.
+        """Returns the sharding from its `text` or `short_text`.
 
         Args:
             mesh: has the axes that the text names.
 
         Raises:
-            ValueError: the text is no sharding, or names an axis that the mesh does not have.
+            ValueError: the text is not a sharding, or names an axis that the mesh does not have.
         """
         return cls.of(*placements_in(given, mesh))
 
@@ -92,12 +95,12 @@ class Sharding(tuple[Placement, ...]):
 
     @property
     def text(self) -> str:
-        """The sharding as `parse` reads it: 'model: S(0) . data: S(0)'; 'I' if nothing is split."""
+        """The text that `parse` reads: 'model: S(0) . data: S(0)'; 'I' without placements."""
         return _AND.join(f"{axis.name}: {layout}" for axis, layout in self) or str(I)
 
     @property
     def short_text(self) -> str:
-        """As `text`; with one placement, over the model's axis, the layout alone."""
+        """Only the layout if the one placement is over the model axis: 'S(0)'; otherwise `text`."""
         return str(self[0].layout) if [axis.name for axis, _ in self] == [MODEL] else self.text
 
     @property
@@ -110,26 +113,26 @@ class Sharding(tuple[Placement, ...]):
         return next((layout for each, layout in self if each.name == axis), I)
 
     def cuts(self, place: Place) -> Cuts:
-        """Returns how the slice of the rank at a place is cut out."""
+        """Returns the cuts that give the slice of the rank at a place."""
         return tuple(Cut(layout, place[axis.name], axis.size) for axis, layout in self)
 
     def all_cuts(self) -> list[Cuts]:
-        """Returns how each distinct slice is cut out, in the order of the ranks."""
+        """Returns the cuts of each distinct slice, in rank order."""
         split = [each for each in self if isinstance(each.layout, Shard)]
         along = [[Cut(layout, rank, axis.size) for rank in range(axis.size)] for axis, layout in split]
         return list(itertools.product(*along))
 
     def local(self, tensor: Tensor, place: Place) -> Tensor:
-        """Returns the slice of a full tensor that the rank at a place has."""
+        """Returns the slice of a full tensor for the rank at a place."""
         for cut in self.cuts(place):
             tensor = layouts.split(tensor, *cut)
         return tensor
 
     def join(self, pieces: Iterable[Tensor], mesh: Mesh) -> list[Tensor]:
-        """Returns the full tensor from the ranks' slices, once for each place on the axes that replicate it.
+        """Returns the full tensor from the ranks' slices, once per place on axes that replicate it.
 
         Args:
-            pieces: in the order of `mesh.places()`.
+            pieces: the slices, in the order of `mesh.places()`.
         """
         held = {tuple(place.values()): piece for place, piece in zip(mesh.places(), pieces, strict=True)}
         for axis, layout in reversed(self):
@@ -147,6 +150,7 @@ _AND = " . "
 
 
 def _order(placement: Placement) -> tuple[int, str]:
+    # sorting is stable, so placements that split the same dim keep their order
     return (placement.layout.dim, "") if isinstance(placement.layout, Shard) else (-1, placement.axis.name)
 
 
@@ -156,7 +160,7 @@ def axis_names(given: str) -> list[str]:
 
 
 def placements_in(given: str, mesh: Mesh) -> list[Placement]:
-    """Returns the placements in such a text as they are spelled, with those that `Sharding.of` leaves out."""
+    """Returns the placements in a sharding's text as written, even those that `Sharding.of` omits."""
     if given == str(I):
         return []
     named = zip(axis_names(given), given.split(_AND), strict=True)
