@@ -1,1 +1,1 @@
-"""What all other rooms build on: layouts, the notation of rules, the table of conversions, errors, hashes and files."""
+"""The base of all other packages: layouts, rows, the table of conversions, errors, hashes and files."""

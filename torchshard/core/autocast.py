@@ -1,8 +1,8 @@
 """Reads and sets the autocast state of the current thread.
 
-Graphs hold explicit casts instead of autocast regions (`passes.explicit_casts`), so that a graph computes the same
-inside and outside autocast. Python code that a graph keeps whole still runs in the autocast state that it was captured
-in, which is why that state has to be saved and restored.
+Graphs have explicit casts instead of autocast regions (`passes.explicit_casts`), so a graph
+computes the same inside and outside autocast. Python code that a graph calls as one op still runs
+in the autocast state of its capture, so that state is saved and restored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
-"""(device type, dtype that autocast casts to) for each device type on which autocast is enabled; () if on none."""
+"""(device type, dtype that autocast casts to) for each device type with autocast enabled."""
 _DEVICES = ("cpu", "cuda")
 
 
@@ -26,7 +26,8 @@ def current_autocast() -> Autocast:
 def autocasting(state: Autocast) -> Iterator[None]:
     """Runs a block in exactly this autocast state: the listed devices enabled, all others disabled.
 
-    The weight cache is off: a cast that autocast takes from the cache is not dispatched, so tracing would miss it.
+    The weight cache is off: a cast that autocast takes from the cache is not dispatched, so tracing
+    would miss it.
     """
     dtypes, current = dict(state), dict(current_autocast())
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Text that fits a terminal: tables whose cells go on in the next line, and paragraphs.
+"""Text that fits a terminal: tables with cells that wrap, and paragraphs.
 
 module      parameters         time
 blocks.*.   weight[64@tp,16],  1.2 ms
@@ -18,25 +18,25 @@ from itertools import zip_longest
 NO_TERMINAL = (80, 24)
 GAP = "  "
 CUT_PART = 4
-"""A part of a word that is cut looks worse than so many words that are cut between parts."""
+"""The cost of a cut within a part, counted in cuts of words between parts."""
 NARROWEST = 12
-"""No column is made narrower."""
+"""The minimum width to which a column is narrowed."""
 
 
 def terminal_width() -> int:
-    """The columns of the terminal, or of what the variable COLUMNS says; 80 where there is none."""
+    """Returns the columns of the terminal, or the variable COLUMNS if set; 80 without a terminal."""
     return shutil.get_terminal_size(NO_TERMINAL).columns
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows of cells, aligned; where the terminal is too narrow, cells go on in further lines, as few as can be."""
+    """Yields the lines of aligned rows; cells wrap if the terminal is too narrow, in few lines."""
     by_column = [*zip(*rows, strict=True)]
     widths = [max(map(len, cells)) for cells in by_column]
     room = terminal_width() - len(GAP) * (len(widths) - 1)
 
     @cache
     def cost(column: int, width: int) -> int:
-        """Lines, and how many of them a cut word is worth."""
+        """Returns the lines of a column at a width, plus a penalty for cut words."""
         cells = by_column[column]
         cut_words = sum(_too_long(cell, width, WORDS) + CUT_PART * _too_long(cell, width, PARTS) for cell in cells)
         return sum(len(_cut(cell, width)) for cell in cells) + cut_words
@@ -52,9 +52,9 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 WORDS = re.compile(r"(?:\[[^\]]*\]|[^\s.,_])*[\s.,_]+|(?:\[[^\]]*\]|[^\s.,_])+")
-"""They end behind blanks, dots, commas and underscores; what lies between brackets is of one word."""
+"""Words end after blanks, dots, commas and underscores, but never inside brackets."""
 PARTS = re.compile(r"[^\s.,_+(]*[\s.,_+(]+|[^\s.,_+(]+")
-"""What words may be cut into."""
+"""Parts of words: they also end after "+" and "(", and inside brackets."""
 
 
 def _indent(text: str, width: int) -> str:
@@ -62,13 +62,13 @@ def _indent(text: str, width: int) -> str:
 
 
 def _too_long(text: str, width: int, words: re.Pattern[str]) -> int:
-    """How many words do not fit a line."""
+    """Returns the number of words that do not fit on a line."""
     room = width - len(_indent(text, width))
     return sum(len(word.rstrip()) > room for word in words.findall(text.lstrip()))
 
 
 def _cut(text: str, width: int) -> list[str]:
-    """A text in lines, cut between words if it can be, or else within them; all are indented as the first."""
+    """Returns a text as lines, cut between words if possible, else within them; all keep its indent."""
     indent = _indent(text, width)
     lines, line = list[str](), indent
     for word in (PARTS if _too_long(text, width, WORDS) else WORDS).findall(text.lstrip()):
@@ -83,7 +83,7 @@ def _cut(text: str, width: int) -> list[str]:
 
 
 class Notebook:
-    """Shown in notebooks as it prints."""
+    """Shows an object in a notebook as it prints."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -95,7 +95,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def paragraph(text: str, indent: int = 4) -> str:
-    """A line in several, from the second on indented further, where the terminal is too narrow for it."""
+    """Returns a line wrapped to the terminal, with continuation lines indented further."""
     blanks = " " * (len(text) - len(text.lstrip()) + indent)
     lines = textwrap.wrap(
         text, max(terminal_width(), 2 * NARROWEST), subsequent_indent=blanks, break_long_words=False,

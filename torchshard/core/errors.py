@@ -1,4 +1,4 @@
-"""The exceptions that users see: what is wrong and, as far as there is something to say, where, why and what to try.
+"""The exceptions that users see: what is wrong and, if known, where, why and what to try.
 
 PlanError: the plan's key 'decoder.*.qproj' matches no module
   where: plan key 'decoder.*.qproj'
@@ -15,8 +15,8 @@ class ShardError(Exception):
     Args:
         what: one sentence, the problem.
         where: the node, plan key, module path or source line at fault.
-        why: the sizes or facts at hand that make it a problem.
-        attempt: what the user can do about it.
+        why: the sizes or facts that make it a problem.
+        attempt: a remedy for the user to try.
     """
 
     def __init__(self, what: str, *, where: str = "", why: str = "", attempt: str = "") -> None:
@@ -26,17 +26,17 @@ class ShardError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """An error's text up to its first line break."""
+    """Returns an error's text up to its first line break."""
     return str(error).partition("\n")[0]
 
 
 def in_short(error: BaseException) -> str:
-    """Any exception's type and the first line of what it says: `ValueError: no such dim`."""
+    """Returns an exception's type and the first line of its text: `ValueError: no such dim`."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class PlanError(ShardError):
-    """The plan does not fit the model or the world size, or contradicts itself; or nothing fits the memory."""
+    """The plan contradicts itself or misfits the model or world size; or no plan fits the memory."""
 
 
 class CaptureError(ShardError):
@@ -44,7 +44,7 @@ class CaptureError(ShardError):
 
 
 class InputError(ShardError):
-    """A call, or an argument of the library, is not what it has to be."""
+    """A call of the library, or one of its arguments, is invalid."""
 
 
 class RuleError(ShardError):
@@ -56,7 +56,7 @@ class DistributedError(ShardError):
 
 
 class SliceWarning(UserWarning):
-    """User code computed a result from this rank's slice of a parameter, and may have meant the whole parameter."""
+    """User code computed with this rank's slice of a parameter, perhaps meaning the full parameter."""
 
 
 class InternalError(ShardError):

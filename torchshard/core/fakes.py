@@ -1,7 +1,7 @@
-"""Fake tensors without PyTorch's cache of what ops return.
+"""Fake tensors without PyTorch's cache of op results.
 
-For each new call the cache builds the result twice, to validate its entry. Where few calls repeat an earlier one, that
-took a fifth of the time to capture a model, build its step graphs and check them.
+For each new call the cache builds the result twice, to validate its entry. If few calls repeat,
+that takes a fifth of the time to capture a model, build its step graphs and check them.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def new_fake_mode(**options: Any) -> FakeTensorMode:
-    """A `FakeTensorMode` without the cache."""
+    """Returns a `FakeTensorMode` without the cache."""
     mode = FakeTensorMode(**options)
     mode.cache_enabled = False
     return mode
 
 
 def modes_without_cache() -> AbstractContextManager[None]:
-    """Makes `torch.export` create its modes without the cache. The setting is global: for one thread at a time."""
-    from torch._dynamo import config  # takes seconds, and every capture has imported it
+    """Makes `torch.export` create modes without the cache: a global setting, for one thread at a
+    time."""
+    from torch._dynamo import config  # takes seconds, and every capture has imported it already
 
     patched: AbstractContextManager[None] = config.patch(fake_tensor_cache_enabled=False)
     return patched

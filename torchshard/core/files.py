@@ -14,10 +14,10 @@ from torchshard.core.errors import InputError
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """A file can be written there, as far as its folder tells, or the pipe or device that is there.
+    """Checks that the target's folder, or an existing pipe or device, may be written to.
 
     Raises:
-        InputError: it can't.
+        InputError: it may not, or the folder does not exist.
     """
     target = Path(os.path.realpath(path))
     held = target if target.exists() and not target.is_file() else target.parent
@@ -56,9 +56,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _replace(target: Path, data: bytes) -> None:
-    # mkstemp creates files with mode 0600, so the mode that open() would have given is set explicitly
+    # mkstemp creates files with mode 0600, so set the mode that open() would have given
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    # a rename needs permission for the folder only; a read-only file must still be refused, as open() refuses it
+    # a rename needs only the folder's permission; refuse a read-only file explicitly, as open()
+    # does
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     descriptor, name = tempfile.mkstemp(".part", dir=target.parent)

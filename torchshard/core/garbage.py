@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while many objects are made that stay."""
+"""Pauses Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """A context in which the collector does not run: looking for garbage among long-lived objects takes up to 10 %."""
+    """A context without garbage collection, which takes up to 10 % of the time if objects live long."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,7 @@
-"""Hashes of texts and tensor values that are equal in all processes, so that ranks can compare hashes over the network.
+"""Hashes of texts and tensor values that are equal in all processes, so ranks can compare them.
 
-Python's own `hash` of a text is salted per process, and hashing a tensor on the host would copy it from its device.
+Python's own `hash` of a text is salted per process, and hashing a tensor on the host would copy it
+from its device.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 16
-"""Words that are mixed at a time, to bound the temporary memory."""
+"""Number of words mixed at a time, to bound the temporary memory."""
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
-"""splitmix64's (shift, factor) pairs, with factors as signed numbers, for torch.int64 has no unsigned arithmetic."""
+"""splitmix64's (shift, factor) pairs; factors are signed: torch.int64 lacks unsigned arithmetic."""
 
 
 def hash_text(text: str) -> int:
@@ -25,8 +26,8 @@ def hash_text(text: str) -> int:
 def hash_tensor(tensor: Tensor) -> int:
     """Returns a 63-bit hash that depends on every bit of a tensor's values and on their order.
 
-    Each 64-bit word is mixed with its position by splitmix64. The sum of the mixed words does not depend on the order
-    of summation, so that the hash is deterministic on a GPU too.
+    Each 64-bit word is mixed with its position by splitmix64. The sum of the mixed words is
+    independent of the order of summation, so the hash is deterministic on a GPU too.
     """
     data = as_bytes(tensor)
     words = data[: len(data) // 8 * 8].view(torch.int64)
@@ -41,15 +42,15 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 def spread(tensor: Tensor, count: int) -> Tensor:
-    """Returns at least `count` elements of a tensor at even distances, as one dim; all if it has fewer."""
+    """Returns at least `count` evenly spaced elements of a tensor, flattened; all if it has fewer."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, len(flat) // count)]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns a tensor's values in row-major order as bytes, aligned to 8 bytes so that they can be viewed as int64."""
+    """Returns a tensor's values in row-major order as bytes, 8-byte aligned to be viewed as int64."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    # is_contiguous() is true of one element with any stride, but view(dtype) needs stride 1
+    # is_contiguous() is true for a single element with any stride, but view(dtype) needs stride 1
     if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What modules hold, and where."""
+"""Tensors of modules: their names and their memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by all their names: tied ones have several."""
+    """Returns a model's parameters and buffers by all their names; tied ones have several."""
     return dict((
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -14,5 +14,5 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Identifies the memory of a strided tensor: only its views have the same id while one of them lives."""
+    """Returns a number that identifies the memory of a strided tensor and its views while they live."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Overloads of PyTorch's operators: what an op that writes computes, by an op that does not."""
+"""Functional overloads of PyTorch's in-place and out= operators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ aten = torch.ops.aten
 
 
 def functional_overload(target: OpOverload[..., object]) -> OpOverload[..., object] | None:
-    """Returns the overload that returns what this one writes; None if there is none.
+    """Returns the functional overload that computes the same, or None if PyTorch lacks one.
 
     `add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`.
     """

@@ -1,8 +1,9 @@
-"""Replaces functions of PyTorch while any thread captures, for the few calls that no mode of PyTorch sees.
+"""Replaces functions of PyTorch while any thread captures, for the few calls that modes do not see.
 
-A TorchFunctionMode or TorchDispatchMode is local to its thread, and a capture uses those wherever it can. They see ops
-on tensors alone: not `Function.apply`, whose forward they would see op by op, and not the functions that seed. A
-replacement asks `current_recording()` first and calls the original in every thread that does not capture.
+A TorchFunctionMode or TorchDispatchMode is local to its thread, and a capture uses those wherever
+possible. Modes see only ops on tensors. They would see the forward of `Function.apply` op by op,
+not the call itself, and they miss the functions that seed. A replacement first asks
+`current_recording()` and calls the original in every thread that does not capture.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ class Patch:
     owner: ModuleType | type
     name: str
     replace: Callable[[object], object]
-    """The original, as a descriptor if the owner is a class -> its replacement."""
+    """Takes the original (a descriptor if the owner is a class) and returns its replacement."""
 
 
 class Patches:
-    """A context manager that may be entered in several threads at once: the first one patches, the last one restores.
+    """A context manager that several threads may enter at once: the first patches, the last restores.
 
-    The originals are looked up on entry rather than on import, because another library may have replaced them since.
+    The originals are looked up on entry, not on import, because another library may have replaced
+    them since.
     """
 
     def __init__(self, *patches: Patch) -> None:
@@ -55,7 +57,7 @@ class Patches:
             while self._replaced:
                 patch, own, replacement = self._replaced.pop()
                 if vars(patch.owner).get(patch.name) is not replacement:
-                    continue  # another library has replaced it meanwhile: its wrapper calls ours, which passes through
+                    continue  # replaced by another library meanwhile: its wrapper calls ours, which calls the original
                 if own is _MISSING:
                     delattr(patch.owner, patch.name)
                 else:

@@ -1,4 +1,4 @@
-"""Star names: one path for many alike modules or nodes, as listings, tables and Hugging Face's plans write them."""
+"""Star names: one path for many similar modules or nodes, in listings, tables and tp_plans."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 
 def star_numbers(path: str) -> str:
-    """'blocks.*.mlp.*' for 'blocks.3.mlp.0': equal for the same place in all layers."""
+    """Returns 'blocks.*.mlp.*' for 'blocks.3.mlp.0': equal for the same place in all layers."""
     return ".".join("*" if step.isdigit() else step for step in path.split("."))
 
 
 def star_differences(*paths: str) -> str:
-    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where paths of equal length differ.
+    """Returns 'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': stars where paths differ.
 
-    Steps that differ in their numbers alone keep the rest, 'h_*' for 'h_3' and 'h_4'.
+    The paths have equal length. Steps that differ only in their numbers keep the rest: 'h_*' for
+    'h_3' and 'h_4'.
     """
     return ".".join(map(_star_step, zip(*(path.split(".") for path in paths), strict=True)))
 
 
 def _star_step(steps: tuple[str, ...]) -> str:
-    """What steps have in common."""
+    """Returns the common form of steps, with a star where they differ."""
     if len(set(steps)) == 1:
         return steps[0]
     stars = {*map(star_node, steps)}
@@ -28,7 +29,7 @@ def _star_step(steps: tuple[str, ...]) -> str:
 
 
 def number_ranges(paths: Iterable[str]) -> list[str]:
-    """'blocks.0-2' for 'blocks.0', 'blocks.1' and 'blocks.2', one after the other; all others as they are."""
+    """Returns 'blocks.0-2' for consecutive 'blocks.0', 'blocks.1', 'blocks.2'; others unchanged."""
     found: list[tuple[str, str, str]] = []
     for path in paths:
         number = path[len(path.rstrip("0123456789")) :]
@@ -41,33 +42,33 @@ def number_ranges(paths: Iterable[str]) -> list[str]:
 
 
 def star_node(name: str) -> str:
-    """'blocks_*_mlp_*' for the node 'blocks_3_mlp_1': nodes' names have no dots, and count their copies."""
+    """Returns 'blocks_*_mlp_*' for 'blocks_3_mlp_1': node names have no dots, and number copies."""
     return re.sub(r"\d+", "*", name)
 
 
 def outermost(paths: Sequence[str]) -> tuple[str, ...]:
-    """The modules that are within no other one of them."""
+    """Returns the modules that are not inside another of these modules."""
     inner = {path for path in paths if any(other in paths for other in enclosing(path))}
     return tuple(dict.fromkeys(path for path in paths if path not in inner))
 
 
 def module_around(path: str, modules: Container[str]) -> str | None:
-    """The one of these modules that a module is within, or is; the outermost if there are several."""
+    """Returns the outermost of these modules that contains, or is, the module at `path`."""
     return next((around for around in (*enclosing(path), path) if around in modules), None)
 
 
 def is_part(path: str, module: str) -> bool:
-    """Whether a module is another one, or is within it; '' is the model."""
+    """Returns whether `path` is `module` or inside it; '' is the model."""
     return not module or f"{path}.".startswith(f"{module}.")
 
 
 def layer_of(path: str) -> str | None:
-    """The outermost numbered module that one is in, as the layers of a model are: 'blocks.0' for 'blocks.0.mlp.2'."""
+    """Returns the outermost numbered module around one, a layer: 'blocks.0' for 'blocks.0.mlp.2'."""
     names = path.split(".")
     return next((".".join(names[: i + 1]) for i, name in enumerate(names) if name.isdigit()), None)
 
 
 def enclosing(path: str) -> Iterator[str]:
-    """The modules around a module, the model first: '', 'blocks', 'blocks.0' for 'blocks.0.attn'."""
+    """Returns the modules around one, outermost first: '', 'blocks', 'blocks.0' for 'blocks.0.attn'."""
     names = path.split(".") if path else []
     return (".".join(names[:count]) for count in range(len(names)))

@@ -1,4 +1,4 @@
-"""Types of what comes from files and callers, which may be anything."""
+"""Type checks for values from files and callers, which may be anything."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def is_of(kind: type[T], value: object) -> T:
-    """A value, if its type is exactly this one: True is no int here.
+    """Returns a value if its type is exactly `kind`; True is not an int here.
 
     Raises:
-        TypeError: it is not.
+        TypeError: it has another type.
     """
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
@@ -19,14 +19,14 @@ def is_of(kind: type[T], value: object) -> T:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value is an int of 1 or more; True is none."""
+    """Returns whether a value is an int of 1 or more; True is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """The texts of a list.
+    """Returns the texts of a list.
 
     Raises:
-        TypeError: it is no list, or holds something else.
+        TypeError: it is not a list, or has an element that is not a text.
     """
     return tuple(is_of(str, text) for text in is_of(list, value))

@@ -1,9 +1,10 @@
-"""Tells the user's files from libraries': errors name the user's lines, and only the user's globals are watched.
+"""Tells the user's files from libraries' files.
 
-A library is what a package manager has installed, wherever that is: in the folders of Python, in any `site-packages` or
-`dist-packages`, or beside its metadata in a folder of `sys.path` (`pip install --target`, a `.pth`, `PYTHONPATH`). A
-project that is installed editable is the user's own, unless an installed library requires it: nobody else's package can
-require a project of the user.
+Errors name the user's lines, and only the user's globals are watched. A library is code that a
+package manager has installed: in the folders of Python, in any `site-packages` or `dist-packages`,
+or next to its metadata in a folder of `sys.path` (`pip install --target`, a `.pth`, `PYTHONPATH`).
+A project that is installed editable belongs to the user, unless an installed library requires it: a
+library never requires a user's own project.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import torch
 
 
 def _inside(*folders: object) -> tuple[str, ...]:
-    # with the separator: beside the folder torchshard a user may have torchshard_train.py
+    # with the separator: next to the folder torchshard a user may have torchshard_train.py
     return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
@@ -38,17 +39,17 @@ _INSTALLED = _inside(*_OF_PYTHON, *site.getsitepackages(), site.getusersitepacka
 _STDLIB = _inside(sysconfig.get_path("stdlib"))
 _OURS = "torchshard-fx"
 _SITES = _inside(f"{os.sep}site-packages", f"{os.sep}dist-packages")
-"""How environments call the folder into which packages are installed; Python's own are in `_INSTALLED`, too."""
+"""Common names of the folder into which packages are installed; `_INSTALLED` has this Python's own."""
 
 
 def is_library(path: str) -> bool:
-    """Returns whether a file is PyTorch's or TorchShard's, whose lines tell a user nothing."""
-    # PyTorch's C++ frames have paths from the root of its repository
+    """Returns whether a file is PyTorch's or TorchShard's; its lines would not help a user."""
+    # PyTorch's C++ frames have paths relative to the root of its repository
     return path.startswith(("<", "torch/", *_PACKAGES))
 
 
 def is_of_python(path: str) -> bool:
-    """Returns whether a file is a part of Python, such as `contextlib`."""
+    """Returns whether a file is part of Python, such as `contextlib`."""
     return path.startswith(_STDLIB) and not any(folder in path for folder in _SITES)
 
 
@@ -63,7 +64,8 @@ def _is_user_file(path: str, search_path: tuple[str, ...]) -> bool:
         return False
     script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
     roots = dict.fromkeys(_libraries(search_path), False) | {os.path.dirname(os.path.abspath(script)): True}
-    # the nearest one decides: examples in a library's repository are the user's if he runs them
+    # the nearest root decides: examples in a library's repository are the user's if run as the
+    # script
     return next((roots[folder] for folder in (path, *map(str, Path(path).parents)) if folder in roots), True)
 
 
@@ -73,9 +75,9 @@ def _is_in_site(path: str) -> bool:
 
 @functools.lru_cache(maxsize=4)
 def _libraries(search_path: tuple[str, ...]) -> frozenset[str]:
-    """The files and folders of libraries that lie elsewhere than in `site-packages`."""
+    """Returns the files and folders of libraries outside `site-packages`."""
     found = [(one, _project_folder(one)) for one in importlib.metadata.distributions(path=list(search_path))]
-    projects = {folder: one for one, folder in found if folder}  # setuptools leaves an egg-info of the same, too
+    projects = {folder: one for one, folder in found if folder}  # setuptools also leaves an egg-info of the project
     installed = [one for one, folder in found if not folder]
     roots = {root for distribution in installed for root in _roots(distribution)}
     if not projects:
@@ -87,7 +89,7 @@ def _libraries(search_path: tuple[str, ...]) -> frozenset[str]:
 
 
 def _project_folder(distribution: Distribution) -> str:
-    """The folder of the project that is installed editable; '' if the distribution is a copy."""
+    """Returns the folder of an editable install's project; '' if the distribution is a copy."""
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return url2pathname(urlparse(origin["url"]).path)
@@ -104,14 +106,14 @@ def _roots(distribution: Distribution) -> Iterable[str]:
 
 
 def _names(key: str, distribution: Distribution) -> list[str]:
-    """The distributions that metadata name under a key; those that only an extra requires are among them."""
+    """Returns the distributions listed under a key of the metadata, even those for extras only."""
     text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    found = re.findall(rf"^{key}: *([\w.-]+)", text, re.MULTILINE)  # `metadata` would parse the whole text
+    found = re.findall(rf"^{key}: *([\w.-]+)", text, re.MULTILINE)  # the `metadata` property would parse the whole text
     return [re.sub(r"[-_.]+", "-", name).lower() for name in found] or [""]
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the user's line that led here, if there is one: Python shows it, and each warning once for each line."""
+    """Warns at the user's line that led here, if any, so Python shows each warning once per line."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
     level = next((i for i, path in enumerate(files, 1) if is_user_file(path)), 2)
     warnings.warn(text, category, stacklevel=level)
