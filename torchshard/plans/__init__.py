@@ -1,1 +1,1 @@
-"""A plan and its forms: data, table, JSON, the words of other libraries; and the machine that it is priced for."""
+"""A plan and its forms: data, table, JSON, other libraries' plans; and the machine of its prices."""

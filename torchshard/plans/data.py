@@ -1,4 +1,4 @@
-"""The data of a Plan: layouts, choices and costs. Its forms (table, JSON, other libraries' words) read it from here."""
+"""The data of a Plan: layouts, choices and costs; tables, JSON and exports are made from it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torchshard.plans.machine import Machine, size_text
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes and seconds of a collective, on the rank that sends most where slices differ."""
+    """Bytes and seconds of a collective, on the rank that sends the most."""
 
     kernel: str
     """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
     nbytes: float
     seconds: float
     times: int = 1
-    """How many messages these are; 0 for what goes with another one."""
+    """The number of messages; 0 if it is sent as part of another message."""
     hidden: float = 0.0
-    """Further seconds that it is on its way, while the rank computes what does not need it."""
+    """Further seconds of the transfer, which overlap with computation."""
 
     @property
     def message(self) -> str:
@@ -37,7 +37,7 @@ class Sent:
         return self.kernel.replace("_", "-")
 
     def often(self, times: int) -> Sent:
-        """The sum of so many of them."""
+        """Returns the sum of `times` of them."""
         more = {name: getattr(self, name) * times for name in ("nbytes", "seconds", "times", "hidden")}
         return replace(self, **more)
 
@@ -47,9 +47,9 @@ class Collective:
     """A conversion of a value, or a collective within a split op."""
 
     value: str
-    """The node whose value is converted."""
+    """The node that computes the converted value."""
     name: str
-    """'copy', 'reduce', ...: its row of the table of conversions."""
+    """'copy', 'reduce', ...: its name in `conversions.TABLE` or `conversions.BESIDE`."""
     source: Layout
     target: Layout
     consumers: tuple[str, ...]
@@ -61,17 +61,17 @@ class Collective:
     line: str
     """The user's file and line."""
     type: str
-    """dtype and shape of the value, and how the ranks hold it before: 'f32[2,8,16@tp]'."""
+    """The value's type before, with dtype, global shape and sharding: 'f32[2,8,16@tp]'."""
     into: str
-    """And after: 'f32[2,8,16]'."""
+    """The value's type after: 'f32[2,8,16]'."""
     forward: Sent
     backward: Sent
     again: Sent
-    """The same as forward, where backward runs it again; else nothing."""
+    """Equal to `forward` if backward runs the collective again; otherwise empty."""
 
     @property
     def sent(self) -> tuple[Sent, ...]:
-        """What it sends in a step: forward, again in the backward, and as its own backward."""
+        """All that it sends in a step: in forward, again in backward, and as its own backward."""
         return self.forward, self.again, self.backward
 
     @property
@@ -86,7 +86,7 @@ class Collective:
 
     @property
     def is_after(self) -> bool:
-        """Whether it stands after the module that produces the value, and not before the one that consumes it."""
+        """Whether it belongs after the module that produces the value, not before its consumer."""
         return not is_whole(self.source) and bool(self.origin or not self.module)
 
     @property
@@ -101,25 +101,25 @@ class Collective:
 
     @property
     def calls(self) -> int:
-        """How many messages it sends in a step."""
+        """The number of messages that it sends in a step."""
         return sum(sent.times for sent in self.sent if sent.nbytes)
 
 
 @dataclass(frozen=True)
 class GatheredOps:
-    """Expensive ops of one kind that are not split: they run whole on every rank, or have split values gathered."""
+    """Expensive ops of one kind that are not split: they run replicated, or on gathered values."""
 
     op: str
     line: str
-    """The first of them, with its module and the user's line."""
+    """The first op, with its module and the user's line."""
     modules: tuple[str, ...]
     count: int
     nbytes: float
     """Bytes that each rank sends per step to gather their operands."""
     weights: float
-    """Bytes of weights that every rank holds for them."""
+    """Bytes of the weights that every rank stores for them."""
     work: float
-    """The part of the step's computation that every rank repeats for them."""
+    """The fraction of the step's computation that every rank repeats for them."""
     why: str
 
     def __str__(self) -> str:
@@ -139,37 +139,38 @@ class Stored:
     itemsize: int
     """Bytes of an element."""
     module: str = ""
-    """The class of the module that it belongs to: 'Linear', 'Embedding'."""
+    """The class of its module: 'Linear', 'Embedding'."""
     tied: tuple[str, ...] = ()
-    """The other names of the same tensor."""
+    """The tensor's other names."""
 
     def nbytes(self, cuts: Cuts = ()) -> int:
-        """Bytes of the whole, or of what is cut out of it."""
+        """Returns the bytes of the full tensor, or of the slice that the cuts give."""
         return math.prod(local_shape(self.shape, cuts)) * self.itemsize
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a plan costs per step, forward and backward, at the example inputs' sizes."""
+    """The costs of a plan per step, forward and backward, at the example inputs' sizes."""
 
     machine: str = ""
-    """The machine that the times are estimated for."""
+    """The machine of the estimated times."""
     compute: Mapping[str, float] = field(default_factory=dict)
     """Module -> seconds of its own ops, on the rank that has the most work."""
     collectives: tuple[Collective, ...] = ()
     gap: float = 0.0
-    """Optimality gap in seconds (bytes of weights at their price): no plan within the same budget is better by more;
-    0 = proven optimal. Under a limit of memory: how much faster the plan without a limit is."""
+    """Optimality gap in seconds (bytes of weights at their price): no plan within the same budget
+    is better by more; 0 = proven optimal. With a memory limit: how much faster the plan without a
+    limit is."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """'parameters', 'gradients', 'optimizer', 'caches', 'activations', 'peak' -> bytes per rank, with `memory=`."""
     whole: tuple[GatheredOps, ...] = ()
-    """Expensive ops that run whole, and ops that values are gathered for."""
+    """Expensive ops that run replicated or on gathered values."""
     fewer: Mapping[int, float] = field(default_factory=dict)
-    """Number of ranks, fewer than the plan's -> seconds of a step with the same choices; 1: the whole model."""
+    """Number of ranks below the plan's -> seconds of a step with the same choices; 1: unsharded."""
     context: int | None = None
-    """The longest context that fits `memory=`, in tokens, for calls without gradients that leave more each time."""
+    """The longest context that fits `memory=`, in tokens, for calls without gradients with a cache."""
     step: float | None = None
-    """Seconds of a step over all axes of a mesh that divide the batch, without what computation hides of it."""
+    """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
 
     @property
     def nbytes(self) -> float:
@@ -178,41 +179,41 @@ class Costs:
 
     @property
     def calls(self) -> tuple[int, int]:
-        """How many collectives communicate forward, and backward."""
+        """The numbers of collectives that communicate forward, and backward."""
         ahead = sum(c.forward.times for c in self.collectives if c.forward.nbytes)
         return ahead, sum(c.calls for c in self.collectives) - ahead
 
     @property
     def kinds(self) -> Counter[str]:
-        """Name -> how many collectives of that name send something."""
+        """Name -> the number of collectives of that name that send data."""
         return Counter(c.name for c in self.collectives if c.nbytes)
 
     @property
     def seconds(self) -> float:
-        """Seconds, computation and communication one after the other."""
+        """Seconds of computation and communication, one after the other."""
         return sum(self.compute.values()) + sum(c.seconds for c in self.collectives)
 
 
 class Source(Protocol):
-    """What a plan was made from: the program of a model (`compiler.program`), or what a plan's file holds."""
+    """The origin of a plan: the program of a model (`compiler.program`), or a plan's file."""
 
     @property
     def graph(self) -> fx.GraphModule | None:
-        """The graph with its collectives, if there is one."""
+        """The graph with its collectives, if any."""
 
     def question(self) -> Mapping[str, object]:
-        """The call, the model and the constraints that the plan answers, as data that JSON can hold."""
+        """Returns the call, the model and the constraints that the plan answers, as data for JSON."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """The question of a plan that was read from a file; `compiler.what_if.program_of` plans it again."""
+    """The question of a plan from a file; `compiler.what_if.program_of` plans it again."""
 
     body: Mapping[str, object]
     graph: None = None
 
     def question(self) -> Mapping[str, object]:
-        """As `Source`."""
+        """Returns the call, the model and the constraints that the plan answers, as data for JSON."""
         return self.body
 
 
@@ -226,18 +227,18 @@ class AxisPlan:
     choices: Mapping[str, Choice]
     """The choice of each op, by the node's name."""
     conversions: Mapping[str, Steps] = field(default_factory=dict)
-    """The conversions of each value that is required in another layout than it is produced in, by the node's name."""
+    """The conversions of each value that is required in other layouts than its own, by node name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
-    """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
+    """The layout of each carried tensor, left in an argument by an earlier call, by its place there."""
     costs: Costs = field(default_factory=Costs, compare=False)
     machine: Machine = field(default=Machine(), compare=False)
-    """The machine that it was optimised for."""
+    """The machine that the plan was optimised for."""
     static: bool = False
-    """Whether it is for inputs of exactly the example inputs' sizes, so that batch or sequence may be split."""
+    """Whether inputs must have the example inputs' sizes, so batch or sequence may be split."""
     recompute: tuple[str, ...] = ()
-    """The modules whose values backward computes again, in place of keeping them; none of them within another."""
+    """The modules with values that backward recomputes instead of keeping; none is inside another."""
     holds: Holds = field(init=False, repr=False)
-    """That of the axis; a field, because equal axes may hold different things and equal plans may not."""
+    """What the axis splits. A field, because plans compare by it and axes do not."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "holds", self.axis.holds)
@@ -249,58 +250,58 @@ class AxisPlan:
 
     @property
     def data(self) -> Data | None:
-        """How the ranks hold weights if they divide the batch; None: they divide the weights."""
+        """How the ranks store weights if they split the batch; None if they split the weights."""
         return self.axis.data
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Those of parameters, buffers and inputs."""
+        """The layouts of parameters, buffers and carried tensors."""
         return {**self.parameters, **self.inputs}
 
     @property
     def held(self) -> dict[str, Layout]:
-        """The layouts of parameters, buffers and the call's tensors of which each rank passes a part of the batch."""
+        """The layouts of parameters, buffers and, if the ranks split the batch, carried tensors."""
         return self.layouts if self.data else dict(self.parameters)
 
     @property
     def splits_dynamic(self) -> bool:
-        """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
+        """Whether it splits a dynamic size into equal slices, so calls need divisible sizes."""
         return any(choice.splits_dynamic for choice in self.choices.values())
 
 
 @dataclass(frozen=True)
 class PlanData:
-    """The plans of all axes of a mesh."""
+    """The plans of all mesh axes."""
 
     axes: tuple[AxisPlan, ...]
-    """One for each axis, outermost first. All but the last divide the batch; `parameters`, `choices` and others of this
-    plan are those of the last."""
+    """One plan per axis, outermost first. All but the last split the batch. `parameters`, `choices`
+    and similar properties here are those of the last axis."""
     stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
     """The shape of each parameter and buffer."""
     fingerprint: str = field(default="", compare=False)
-    """The signature of the model that it was made for: of names and shapes of parameters and buffers."""
+    """A signature of the model: the names and shapes of its parameters and buffers."""
     title: str = field(default="", compare=False)
-    """The class of the model and the sizes of the call that it was made for: 'GPT2LMHeadModel, batch 2, length 128'."""
+    """The class of the model and the sizes of the call: 'GPT2LMHeadModel, batch 2, length 128'."""
     source: Source | None = field(default=None, compare=False, repr=False)
-    """What it was made from; None for a file that was written without."""
+    """The origin of the plan; None for a file written without it."""
 
     @property
     def last(self) -> AxisPlan:
-        """The plan of the last axis: the one that divides the weights, if one does."""
+        """The plan of the last axis: the one that splits the weights, if any does."""
         return self.axes[-1]
 
     @property
     def across(self) -> tuple[AxisPlan, ...]:
-        """The plans of the axes beside the last, which divide the batch."""
+        """The plans of all axes except the last; they split the batch."""
         return self.axes[:-1]
 
     @property
     def in_order(self) -> tuple[AxisPlan, ...]:
-        """The plans in the order in which the graph is split over their axes: the last, then the others."""
+        """The plans in the order in which the graph is split over axes: the last, then the others."""
         return (self.last, *self.across)
 
     def with_last(self, **fields: Any) -> Self:
-        """The plan with other fields of its last axis, such as `parameters` or `costs`."""
+        """Returns the plan with other fields of its last axis, such as `parameters` or `costs`."""
         return replace(self, axes=(*self.across, replace(self.last, **fields)))
 
     @property
@@ -325,32 +326,32 @@ class PlanData:
 
     @property
     def inputs(self) -> Mapping[str, Layout]:
-        """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
+        """The layout of each carried tensor, left in an argument by an earlier call, by place."""
         return self.last.inputs
 
     @property
     def splits_dynamic(self) -> bool:
-        """Whether it splits a dynamic size over the last axis: it is for calls whose sizes divide."""
+        """Whether it splits a dynamic size over the last axis, so calls need divisible sizes."""
         return self.last.splits_dynamic
 
     @property
     def costs(self) -> Costs:
-        """What the last axis' plan costs."""
+        """The costs of the last axis' plan."""
         return self.last.costs
 
     @property
     def machine(self) -> Machine:
-        """The machine that it was optimised for."""
+        """The machine that the plan was optimised for."""
         return self.last.machine
 
     @property
     def recompute(self) -> tuple[str, ...]:
-        """The modules whose values backward computes again."""
+        """The modules with values that backward recomputes."""
         return self.last.recompute
 
     @property
     def static(self) -> bool:
-        """Whether it is for inputs of exactly the example inputs' sizes."""
+        """Whether inputs must have exactly the example inputs' sizes."""
         return self.last.static
 
     @property
@@ -360,7 +361,7 @@ class PlanData:
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """The seconds of a step by cause, communication after computation, over all axes of the mesh."""
+        """The seconds of a step by cause, over all mesh axes: computation, then collectives."""
         sent = [sum(c.seconds for c in each.costs.collectives) for each in self.in_order]
         over_weights = 0.0 if self.last.data else sent.pop(0)
         computation, waits = sum(self.costs.compute.values()), sum(sent)
@@ -374,33 +375,33 @@ class PlanData:
 
     @property
     def hidden_seconds(self) -> float:
-        """The seconds of a step in which a rank computes while the axes of the batch send."""
+        """The seconds of a step that computation and collectives over the batch's axes overlap."""
         sent = sum(c.seconds for each in self.axes if each.data for c in each.costs.collectives)
         return sent - self.step_seconds["collectives over the batch's axes"]
 
     @property
     def step_memory(self) -> Mapping[str, float]:
-        """The bytes that a step takes on a rank, by kind, if they were asked for."""
+        """The bytes of a step on a rank, by kind, if `memory=` requested them."""
         return self.in_order[-1].costs.memory
 
     def held_text(self, name: str) -> str:
-        """How the ranks hold a parameter or buffer: '[4096@tp@dp,64]'."""
+        """Returns the shape and sharding of a parameter or buffer: '[4096@tp@dp,64]'."""
         stored = self.stored.get(name)
         held = Sharding.of(*((each.axis, each.parameters.get(name, I)) for each in self.in_order))
         return held.text if stored is None else split_text(stored.shape, held)
 
     def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:
-        """How a rank's slice of a parameter or buffer is cut out.
+        """Returns the cuts that give a rank's slice of a parameter or buffer.
 
         Args:
-            place: the rank's numbers on the axes, in the order of `in_order`; those of the first rank, which holds the
-                most, if none.
+            place: the rank's numbers on the axes, in the order of `in_order`; by default the first
+                rank's, which has the largest slices.
         """
         ranks = place or [0] * len(self.axes)
         plans = zip(self.in_order, ranks, strict=True)
         return tuple(Cut(each.parameters.get(name, I), rank, each.world_size) for each, rank in plans)
 
     def parameter_bytes(self) -> tuple[int, int]:
-        """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
+        """Returns the bytes of parameters and buffers: unsharded, and on the rank with the most."""
         held = sum(stored.nbytes(self.cuts(name)) for name, stored in self.stored.items())
         return sum(stored.nbytes() for stored in self.stored.values()), held

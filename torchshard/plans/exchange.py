@@ -1,4 +1,4 @@
-"""Plans as other libraries write them: Hugging Face's tp_plan, DTensor's parallelize plan; diffs of plans."""
+"""Plans in other libraries' formats (Hugging Face's tp_plan, DTensor's parallelize plan), and diffs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce", "all_reduce")),
     ("Embedding", 1): ("embedding_colwise", ("",), ("gather", "all_gather")),
 }
-"""(class of module, split dim of its weight) -> the style, and the collectives that may stand before and after it."""
+"""(class of module, split dim of its weight) -> style, and collectives allowed before and after it."""
 _VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("colwise", "all_gather"): "colwise_gather_output",
              ("rowwise", "scatter"): "rowwise_split_input"}  # fmt: skip
 
 
 def styles(plan: PlanData) -> dict[str, str]:
-    """Module -> Hugging Face's word, for all modules with split weights.
+    """Returns Hugging Face's style of each module with split weights.
 
     Raises:
-        PlanError: the plan has something that these words can't say; all of it is named.
+        PlanError: these styles can't express the plan; the error names everything that they can't.
     """
     found: dict[str, str] = {}
     unsaid: list[str] = []
@@ -66,7 +66,7 @@ def styles(plan: PlanData) -> dict[str, str]:
 
 
 def _around(plan: PlanData) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Module -> the collectives before it, and those after it."""
+    """Returns module -> the collectives before it, and module -> the collectives after it."""
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
     for c in plan.costs.collectives:
@@ -76,7 +76,8 @@ def _around(plan: PlanData) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 
 def to_hf(plan: PlanData) -> dict[str, str]:
-    """The plan as a `tp_plan` of transformers: module globs and styles, layers that are all alike under one key."""
+    """Returns the plan as a `tp_plan` of transformers: styles by module glob, a key for equal
+    layers."""
     found = styles(plan)
     globs: dict[str, set[str | None]] = {}
     for name in plan.stored or plan.parameters:
@@ -86,7 +87,7 @@ def to_hf(plan: PlanData) -> dict[str, str]:
 
 
 def to_dtensor(plan: PlanData) -> dict[str, Any]:
-    """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`."""
+    """Returns the plan as a `parallelize_plan` of `torch.distributed.tensor`'s `parallelize_module`."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -106,13 +107,13 @@ def to_dtensor(plan: PlanData) -> dict[str, Any]:
 
 
 def diff(a: PlanData, b: PlanData) -> str:
-    """The differences between two plans, and what they cost.
+    """Returns the differences between two plans, and their costs.
 
-    `b` beside `a`: parameters that lie otherwise (equal layers on one line), and then, over all axes of the ranks,
-    collectives by kind, bytes, time and memory.
+    It lists the parameters that `b` shards differently from `a` (equal layers on one line); then,
+    over all mesh axes, collectives by kind, bytes, time and memory.
 
     Raises:
-        InputError: one of them is no plan.
+        InputError: one of them is not a plan.
     """
     for plan in (a, b):
         if not isinstance(plan, PlanData):
@@ -146,7 +147,7 @@ def diff(a: PlanData, b: PlanData) -> str:
 
 
 def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
-    """What a plan is for, and what it costs over all axes of its ranks: (name, text)."""
+    """Yields a plan's purpose and its costs over all mesh axes: (name, text)."""
     yield "for", plan.title
     yield "machine", plan.costs.machine
     yield "the ranks divide", f"the batch ({plan.last.data})" if plan.last.data else "the weights"

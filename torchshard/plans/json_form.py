@@ -1,4 +1,4 @@
-"""Writes a plan as JSON, and reads it with the type of every field checked: a file may come from anywhere."""
+"""Writes a plan as JSON, and reads it with all types checked: a file may come from anywhere."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchshard.plans.data import AxisPlan, Collective, Costs, GatheredOps, Plan
 from torchshard.plans.machine import Machine
 
 VERSION = 5
-"""Of the JSON form."""
+"""The version of the JSON form."""
 
 
 def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
-    """The plan as text.
+    """Returns the plan as text.
 
     Args:
-        question: what it is the answer to, written in one line.
+        question: the question that it answers, written on one line.
     """
     text = json.dumps(_body(plan), indent=1)
     if not question:
@@ -72,10 +72,10 @@ def _axis_body(plan: AxisPlan) -> dict[str, Any]:
 
 
 def read(text: str, where: str) -> dict[str, Any]:
-    """The fields of the plan that was written; `where` names the text's origin in errors.
+    """Returns the fields of a written plan; `where` names the text's origin in errors.
 
     Raises:
-        PlanError: the text is no plan, one of another version, or cut short.
+        PlanError: the text is not a plan, has another version, or is cut short.
     """
     try:
         return _fields(json.loads(text))
@@ -131,10 +131,10 @@ def _axis_plan(body: dict[str, Any], stored: Mapping[str, Stored]) -> AxisPlan:
 
 
 def read_axis(body: object) -> MeshAxis:
-    """Reads an axis of a mesh from its fields.
+    """Reads a mesh axis from its fields.
 
     Raises:
-        ValueError, TypeError, KeyError: it is not one.
+        ValueError, TypeError, KeyError: the fields do not describe an axis.
     """
     fields = is_of(dict, body)
     size, holds = is_of(int, fields["size"]), fields["holds"]
@@ -159,7 +159,7 @@ def _costs(body: object) -> Costs:
 
 
 def _machine(body: object) -> Machine:
-    """Reads a machine; infinite numbers are not written, for JSON has none."""
+    """Reads a machine. Infinite numbers are absent, because JSON can't express them."""
     fields = is_of(dict, body)
     numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
     return Machine(is_of(str, fields["name"]), **numbers)

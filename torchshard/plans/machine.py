@@ -1,15 +1,16 @@
 """Machines: how fast their ranks compute, read memory, and send.
 
-An op takes its overhead, and as long as its floating-point operations or its memory traffic, whichever takes longer
-(the roofline). A collective of a value takes a start, a latency for each step around the ring, and its bytes over the
-link:
+An op takes its overhead plus the time of its floating-point operations or of its memory traffic,
+whichever is longer (the roofline). A collective takes a start, a latency for each step around the
+ring, and its bytes over the link:
 
     time = launch + steps * latency + bytes / link_bandwidth        steps = (ranks - 1) times around the ring
 
-Ranks beyond one domain send over the network: then its latency is that of each step, for a ring is as fast as its
-slowest link, and its bandwidth limits all that pass it. What computation hides of it, `planner.timeline` says.
-Sources: Williams, Waterman and Patterson, "Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur,
-Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+Ranks beyond one domain send over the network. Each step then has the network's latency, because a
+ring is as fast as its slowest link, and the network's bandwidth limits all traffic across it.
+`planner.timeline` computes how much of this the computation hides. Sources: Williams, Waterman and
+Patterson, "Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur, Rabenseifner and
+Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations
@@ -35,39 +36,40 @@ MachineName = Literal[
     "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-memory", "cpu-gloo"
 ]  # fmt: skip
 Axes = Literal["weights", "sequence", "all"]
-"""Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
-the number of ranks; or batch and sequence, for inputs of one size."""
+"""Dims that may be split. "weights": those that come from weights. "sequence": also the sequence,
+if its length is a multiple of the number of ranks. "all": also batch and sequence, for inputs of
+one size."""
 Inputs = Literal["local", "global"]
-"""What ranks that divide the batch pass: their own part, or the whole."""
+"""The inputs that ranks pass when they split the batch: their own shard, or the full batch."""
 Mode = Literal["train", "infer"]
-"""What is planned: steps of training, or calls without gradients."""
+"""Whether to plan training steps, or calls without gradients."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A group's devices and the links between them; all ranks are alike."""
+    """A group's devices and the links between them; all ranks are equal."""
 
     name: str = "custom"
     flops: float = 400 * TERA
-    """Floating-point operations per second of one device, as matrix products reach them."""
+    """Floating-point operations per second of one device, as achieved by matrix products."""
     memory_bandwidth: float = 2600 * GIGA
     """Bytes per second that one device reads or writes."""
     link_bandwidth: float = 370 * GIGA
-    """Bytes per second that one device sends to the next of the ring."""
+    """Bytes per second that one device sends to its neighbour in the ring."""
     latency: float = 1e-6
     """Seconds of one step around the ring."""
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""
     op_overhead: float = 0.0
-    """Seconds that an op takes whatever its size; 0 if the host is always ahead of the device."""
+    """Seconds that an op takes at any size; 0 if the host is always ahead of the device."""
     elementwise_bandwidth: float = math.inf
-    """Bytes per second that ops other than products read and write; infinite where they fuse with their neighbours."""
+    """Bytes per second that ops other than products read and write; infinite if they are fused."""
     domain: float = math.inf
-    """How many ranks these links join: those of one NVLink domain, or one host. Others are reached over a network."""
+    """The number of ranks on these links (an NVLink domain, or a host); a network joins domains."""
     network_bandwidth: float = math.inf
     """Bytes per second that the ranks of one domain together send to another."""
     network_latency: float = 0.0
-    """Seconds of one step around a ring that passes the network."""
+    """Seconds of one step around a ring that crosses the network."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
@@ -85,23 +87,23 @@ class Machine:
 
     @property
     def fields(self) -> dict[str, object]:
-        """Its fields by name, for JSON: infinite numbers are left out, for it has none."""
+        """Its fields by name, for JSON: without infinite numbers, which JSON can't express."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value != math.inf}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it as JSON.
+        """Writes the machine as JSON.
 
         Raises:
-            InputError: the file can't be written; what was there before is left as it was.
+            InputError: the file can't be written; a previous file is left unchanged.
         """
         write_text(path, json.dumps(self.fields, indent=1) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
-        """What `save` wrote.
+        """Returns the machine that `save` wrote.
 
         Raises:
-            InputError: the file can't be read, or holds no machine.
+            InputError: the file can't be read, or is not a machine.
         """
         try:
             return Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
@@ -114,14 +116,16 @@ class Machine:
             ) from None
 
     def across(self, ranks: int) -> Machine:
-        """The same as a ring sees it whose neighbours are so many ranks apart: each of them has a ring of its own, and
-        those of one domain share its network."""
+        """Returns the machine as seen by a ring with neighbours `ranks` apart.
+
+        There are `ranks` such rings side by side, and those in one domain share its network.
+        """
         rings = min(ranks, self.domain)
         domain = self.domain if self.domain == math.inf else max(self.domain // ranks, 1)
         return dataclasses.replace(self, domain=domain, network_bandwidth=self.network_bandwidth / rings)
 
     def link(self, ranks: int) -> tuple[float, float]:
-        """The bandwidth and the latency of a ring of so many ranks."""
+        """Returns the bandwidth and the latency of a ring of `ranks` ranks."""
         if ranks <= self.domain:
             return self.link_bandwidth, self.latency
         return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
@@ -131,7 +135,7 @@ H100 = Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency
 
 
 def _host(name: str, flops: float, memory: float, link: float, network: float) -> Machine:
-    """Hosts of eight of another device, which reach as much of what their sheet says as those of H100."""
+    """Returns hosts of eight other devices, at the same fractions of their sheet as H100s."""
     return dataclasses.replace(
         H100,
         name=name,
@@ -146,7 +150,8 @@ MACHINES = {
     machine.name: machine
     for machine in (
         H100,
-        # TFLOPS without sparsity, GB/s of memory and of links one way, of a device; GB/s of network, of a host
+        # per device: TFLOPS without sparsity, GB/s of memory, GB/s of links one way; per host: GB/s
+        # of network
         _host("h200x8", 989, 4800, 450, 400),
         _host("b200x8", 2250, 8000, 900, 400),
         _host("a100x8", 312, 2039, 300, 200),
@@ -157,31 +162,32 @@ MACHINES = {
         Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
     )
 }
-"""Machines by name. They are hosts of eight GPUs, in bfloat16, on NVLink (AMD's Infinity Fabric) with a network card of
-400 Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s; "cpu-memory" and "cpu-gloo" are ranks of one
-core each on one machine, which talk through its memory or by gloo. What H100 reach of their sheet is known (0.4 of the
-products, 0.8 of the bytes: bus bandwidths as nccl-tests measures them), and the others are taken to reach as much of
-theirs. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX B200, MI300X.
-`torchshard.measure_machine` measures the one at hand, but for a network."""
+"""Machines by name. The GPU machines are hosts of eight GPUs, in bfloat16: on NVLink (AMD's
+Infinity Fabric) with a network card of 400 Gbit/s for each GPU (A100: 200), or on PCIe with two
+cards of 200 Gbit/s. "cpu-memory" and "cpu-gloo" are ranks of one core each on one machine, which
+communicate through its memory or by gloo. H100s are known to achieve 0.4 of their sheet's products
+and 0.8 of its bytes (bus bandwidths as nccl-tests measures them); the others are assumed to achieve
+the same fractions. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX
+B200, MI300X. `torchshard.measure_machine` measures the present machine, except for a network."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What makes a plan the best one."""
+    """The criteria for the best plan."""
 
     machine: Machine
     memory: float | None = None
-    """Bytes that a step may take on a rank; None: the weights are split as far as is worth it."""
+    """Limit of a step's bytes on a rank; None: the weights are split as far as is worth it."""
     axes: Axes = "weights"
     """Which dims may be split."""
     any_machine: bool = False
-    """Whether the user has named no machine: a plan that was given is then priced for its own."""
+    """Whether the user named no machine; a given plan is then priced for its own machine."""
     recompute: tuple[str, ...] = ()
-    """Globs of the modules whose values backward is to compute again."""
+    """Globs of the modules with values that backward recomputes."""
     trains: bool = True
-    """Whether steps have a backward, and parameters an optimizer; else calls without gradients are planned."""
+    """Whether steps have a backward and parameters an optimizer; otherwise calls without gradients."""
     compiles: bool = False
-    """Whether a rank's graphs are to be compiled, in which all sizes have to follow from those of the inputs."""
+    """Whether a rank's graphs will be compiled, so all sizes must be functions of the input sizes."""
 
 
 def objective(
@@ -195,10 +201,12 @@ def objective(
     """Reads the user's options.
 
     Args:
-        device: the type of the model's device. On CPUs the default machine is that of this process's backend.
+        device: the type of the model's device. On CPUs the default machine is the one for this
+            process's backend.
 
     Raises:
-        InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
+        InputError: an option is invalid, such as an unknown machine's name or a `memory` that is
+            not a size.
     """
     axes_are = "dims of weights; 'sequence': that too; 'all': batch and sequence too"
     _check_option("axes", axes, Axes, "choice of axes", axes_are)
@@ -210,7 +218,8 @@ def objective(
             why="only values that a backward needs are kept, or computed again",
             attempt="without recompute=",
         )
-    from torchshard.distributed.process_groups import cpu_backend  # the command line reads names of machines without
+    # imported here: the command line reads machine names without process groups
+    from torchshard.distributed.process_groups import cpu_backend
 
     default = MACHINES[f"cpu-{cpu_backend()}" if device == "cpu" else "h100x8"]
     found = default if machine is None else read_machine(machine)
@@ -229,19 +238,19 @@ def objective(
 
 
 def check_data(data: object) -> None:
-    """One of the ways in which ranks that divide the batch hold weights.
+    """Checks a way for ranks that split the batch to store weights.
 
     Raises:
-        InputError: it is none.
+        InputError: `data` is not one of `Data`.
     """
     _check_option("data", data, Data, "way to divide data", "each rank has all weights; the others: slices of them")
 
 
 def check_inputs(inputs: object) -> None:
-    """What ranks that divide the batch pass.
+    """Checks which inputs ranks that split the batch pass.
 
     Raises:
-        InputError: it is none of the two.
+        InputError: `inputs` is not one of `Inputs`.
     """
     _check_option("inputs", inputs, Inputs, "kind of inputs", "each rank's part of the batch; 'global': all of it")
 
@@ -262,10 +271,10 @@ _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
 
 
 def read_size(size: str | float | None, option: str = "memory") -> float | None:
-    """Bytes: a number, or a text such as '24GiB' or '80 GB'.
+    """Returns a number of bytes, from a number or a text such as '24GiB' or '80 GB'.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a size.
     """
     if size is None or (isinstance(size, (int, float)) and not isinstance(size, bool) and 0 < size < math.inf):
         return size
@@ -281,16 +290,16 @@ def read_size(size: str | float | None, option: str = "memory") -> float | None:
 
 
 def size_text(count: float) -> str:
-    """'1.5 KiB' for 1536 bytes."""
+    """Returns '1.5 KiB' for 1536 bytes."""
     power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
     return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def time_text(seconds: float, sign: str = "") -> str:
-    """'2.58 s', '25.8 ms', '310 us', '4.00 ns': three digits, in the unit that leaves up to three before the point.
+    """Returns '2.58 s', '25.8 ms', '310 us', '4.00 ns': three digits, at most three before the point.
 
     Args:
-        sign: "+" to write that of a positive number.
+        sign: "+" to write the sign of a positive number.
     """
     rounded = abs(float(f"{seconds:.3g}"))
     if 0 < rounded < TIMES[-1][0]:
@@ -304,10 +313,10 @@ TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def read_machine(machine: MachineLike) -> Machine:
-    """A Machine, the one of that name, or that of a file.
+    """Returns a Machine from itself, its name in `MACHINES`, or its file.
 
     Raises:
-        InputError: there is none.
+        InputError: it is not a machine.
     """
     if isinstance(machine, Machine):
         return machine
@@ -325,4 +334,4 @@ def read_machine(machine: MachineLike) -> Machine:
 
 
 MachineLike: TypeAlias = Machine | MachineName | os.PathLike[str]
-"""A Machine, the name of one, or the path of a file that has one."""
+"""A Machine, its name in `MACHINES`, or the path of its file."""

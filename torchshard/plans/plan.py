@@ -1,6 +1,6 @@
-"""A Plan: which layout each parameter has, which choice each op takes, and what that costs. It knows no rank.
+"""A Plan: each parameter's layout, each op's choice, and the costs. It does not depend on the rank.
 
-Plans print, compare, and go through JSON; the layouts are written as they print (`S(0; 7x8)`).
+Plans print, compare, and convert to JSON; layouts are written as they print (`S(0; 7x8)`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchshard.plans.data import PlanData
 class Plan(PlanData, Notebook):
     """One choice per op, one layout per parameter; `PlanData` lists its fields.
 
-    Two classes, because tables and files are made of the data and `Plan` offers them as methods: one class would need
-    modules that import each other.
+    There are two classes because tables and files are built from the data, and `Plan` offers them
+    as methods. With one class, modules would import each other.
     """
 
     def __str__(self) -> str:
@@ -33,18 +33,19 @@ class Plan(PlanData, Notebook):
         return f"<{table.summary(self)[0]}>"
 
     def to_hf(self) -> dict[str, str]:
-        """The plan as a `tp_plan` of Hugging Face transformers: module globs and styles.
+        """Returns the plan as a `tp_plan` of Hugging Face transformers: module globs and styles.
 
         Raises:
-            PlanError: a tp_plan can't express all of it; the error names what it can't.
+            PlanError: a tp_plan can't express all of it; the error names the rest.
         """
         return exchange.to_hf(self)
 
     def to_dtensor(self) -> dict[str, Any]:
-        """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`.
+        """Returns the plan as a `parallelize_plan` of `torch.distributed.tensor`'s
+        `parallelize_module`.
 
         Raises:
-            PlanError: DTensor's styles can't express all of it; the error names what they can't.
+            PlanError: DTensor's styles can't express all of it; the error names the rest.
         """
         return exchange.to_dtensor(self)
 
@@ -52,16 +53,17 @@ class Plan(PlanData, Notebook):
         """Writes the plan's JSON.
 
         Raises:
-            InputError: the file can't be written; what was there before is left as it was.
+            InputError: the file can't be written; a previous file is left unchanged.
         """
         write_text(path, self.to_json())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """The plan that `save` wrote.
+        """Returns the plan that `save` wrote.
 
         Raises:
-            PlanError: it is no path; the file can't be read, is cut short, holds no plan or one of another version.
+            PlanError: `path` is not a path; or the file can't be read, is cut short, is not a plan,
+                or has another version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -82,19 +84,20 @@ class Plan(PlanData, Notebook):
         return Plan.from_json(text, os.fspath(path))
 
     def to_json(self, *, question: bool = True) -> str:
-        """The plan as JSON text.
+        """Returns the plan as JSON text.
 
         Args:
-            question: whether it holds the graph and all else that the plan was made for, so that `torchshard.what_if`
-                can ask again, without the model; twice as much text as the plan itself.
+            question: whether to include the graph and everything else that the plan was made for.
+                `torchshard.what_if` can then plan again without the model; the text is twice as
+                long.
         """
         return json_form.write(self, self.source.question() if question and self.source is not None else None)
 
     @staticmethod
     def from_json(text: str, where: str = "Plan.from_json") -> Plan:
-        """The plan that `to_json` wrote; `where` names the text's origin in errors.
+        """Returns the plan that `to_json` wrote; `where` names the text's origin in errors.
 
         Raises:
-            PlanError: the text is no plan, one of another version, or cut short.
+            PlanError: the text is not a plan, has another version, or is cut short.
         """
         return Plan(**json_form.read(text, where))

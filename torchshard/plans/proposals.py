@@ -1,4 +1,4 @@
-"""Meshes for a number of ranks, beside each other: what a step of the same batch takes on each.
+"""A comparison of meshes for a number of ranks: the costs of a step with the same batch on each.
 
 mesh            data       time     compute  over weights  over batch  memory per rank
 dp=8, tp=8      shard      118 ms   64%      25%           11%         11.2 GiB
@@ -20,35 +20,35 @@ HEADER = ("mesh", "data", "time", "compute", "over weights", "over batch", "memo
 
 @dataclass(frozen=True)
 class Proposal:
-    """One mesh, and what a step takes on it."""
+    """One mesh, and the costs of a step on it."""
 
     mesh: Mapping[str, int]
-    """As `shard` takes it."""
+    """The `mesh` argument of `shard`."""
     data: Data | None
     plan: Plan | None
-    """None if there is none."""
+    """The plan; None if planning failed."""
     limit: float | None = None
-    """The bytes that a step may take on a rank, if there is a limit."""
+    """The limit of a step's bytes on a rank, if any."""
     why: str = ""
-    """Why there is no plan, and what to try."""
+    """Why planning failed, and what to try."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan, within the limit."""
+        """Whether a plan exists and is within the limit."""
         return self.plan is not None and (self.limit is None or self.plan.step_memory["peak"] <= self.limit)
 
     @property
     def seconds(self) -> float:
-        """Of a step; infinite if it does not fit."""
+        """The seconds of a step; infinite if it does not fit."""
         return self.step if self.fits else float("inf")
 
     @property
     def step(self) -> float:
-        """Seconds of a step, whether it fits or not; infinite without a plan."""
+        """The seconds of a step, even if it does not fit; infinite without a plan."""
         return sum(self.plan.step_seconds.values()) if self.plan is not None else float("inf")
 
     def cells(self) -> tuple[str, ...]:
-        """Its texts, in the order of HEADER."""
+        """Returns its texts, in the order of HEADER."""
         names = ", ".join(f"{name}={size}" for name, size in self.mesh.items()), self.data or ""
         if self.plan is None:
             return (*names, "no plan", "", "", "", "")
@@ -69,16 +69,16 @@ class Proposals(list[Proposal], Notebook):
         return f"<{len(self)} mesh{'es' if len(self) != 1 else ''}, {best}>"
 
     def __str__(self) -> str:
-        """A table, a row per mesh; below it, why some have no plan."""
+        """Returns a table with a row per mesh; below it, the reasons why some have no plan."""
         reasons = dict.fromkeys(f"{each.cells()[0]}: {each.why}" for each in self if each.plan is None)
         return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 
 
 def meshes(ranks: int, most: float) -> Iterator[tuple[dict[str, int], Data | None]]:
-    """The meshes of so many ranks with an axis for the batch and one for the weights, and how ranks hold weights.
+    """Yields meshes of `ranks` ranks with an axis for the batch, the weights or both, and their `data`.
 
     Args:
-        most: ranks that may divide the weights.
+        most: the most ranks that may split the weights.
     """
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= most):
         if tp == ranks:

@@ -1,4 +1,4 @@
-"""A plan as a table, a row per module: its parameters' layouts, the collectives before and after it, what it costs.
+"""A plan as a table, a row per module: parameters' layouts, collectives before and after it, and costs.
 
 module          parameters                      before  after   bytes     sent      time
 layers.* ×12                                                                        1.2 us
@@ -22,7 +22,7 @@ from torchshard.plans.data import AxisPlan, Collective, Costs, PlanData
 from torchshard.plans.machine import size_text, time_text
 
 ABSENT = "–"
-"""What stands for a parameter that a model does not have."""
+"""Shown for a parameter that a model does not have."""
 HEADER = ("module", "parameters", "before", "after", "bytes", "sent", "time", "whole")
 LEGEND = (
     "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step{over}"
@@ -32,7 +32,7 @@ LEGEND = (
 
 @dataclass
 class ModuleRow:
-    """One module, or several that are alike."""
+    """One module, or several equal ones."""
 
     paths: list[str]
     parameters: list[str] = field(default_factory=list)
@@ -42,24 +42,25 @@ class ModuleRow:
     nbytes: float = 0.0
     """Bytes of its parameters and buffers on a rank."""
     seconds: float = 0.0
-    """Of its computation."""
+    """Seconds of its computation."""
     whole: list[str] = field(default_factory=list)
-    """Its expensive ops that run whole, or have values gathered."""
+    """Its expensive ops that run replicated or on gathered values."""
 
     @property
     def looks(self) -> tuple[object, ...]:
-        """Equal for modules that may share a row."""
+        """A key that is equal for modules that may share a row."""
         moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
         costs = self.nbytes, f"{self.seconds:.2e}"
         return star_numbers(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
 
     @property
     def name(self) -> str:
-        """Its path, with a star where that of modules that share the row differs."""
+        """Its path, with a star where the paths of modules in the row differ."""
         return star_differences(*self.paths)
 
     def cells(self) -> tuple[str, ...]:
-        """Its texts, in the order of HEADER, but for the module; the costs are of all that the row represents."""
+        """Returns its texts in the order of HEADER, without the module; costs are sums over its
+        modules."""
         sent, count = self.before + self.after, len(self.paths)
         seconds = count * (self.seconds + sum(c.seconds for c in sent))
         sides = (", ".join(dict.fromkeys(c.name for c in side)) for side in (self.before, self.after))
@@ -74,7 +75,7 @@ class ModuleRow:
 
 
 def module_rows(plan: PlanData) -> list[ModuleRow]:
-    """A row per module that has parameters, computes or communicates, in the model's order; equal ones share a row."""
+    """Returns a row per module that has parameters, ops or collectives; equal ones share a row."""
     rows: dict[str, ModuleRow] = {}
 
     def row(path: str) -> ModuleRow:
@@ -100,7 +101,7 @@ def module_rows(plan: PlanData) -> list[ModuleRow]:
 
 
 def table(plan: PlanData) -> str:
-    """The whole table with a summary above it."""
+    """Returns the whole table with a summary above it."""
     rows = [HEADER, *_tree(module_rows(plan))]
     shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
     lines = [*map(paragraph, summary(plan)), "", *columns([[cells[i] for i in shown] for cells in rows])]
@@ -109,7 +110,7 @@ def table(plan: PlanData) -> str:
 
 
 def _tree(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ...]]:
-    """The cells of rows, each below the module that it is in; a number belongs to the name before it: 'layers.*'."""
+    """Yields the cells of rows as a tree; a number belongs to the name before it: 'layers.*'."""
     tree = nx.DiGraph()
     tree.add_node(ROOT)
     for row in rows:
@@ -121,9 +122,9 @@ def _tree(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ...]]:
 
 
 def _below(tree: nx.DiGraph, at: tuple[str, ...], label: str, depth: int, count: int) -> Iterator[tuple[str, ...]]:
-    """The cells of a module and of those in it; `count` is how many the row above represents.
+    """Yields the cells of a module and its submodules; `count` is how many the row above represents.
 
-    Layers that differ may have one name: 'layers.*' of the even ones, and of the odd ones.
+    Layers that differ may share a name: 'layers.*' for the even ones, and for the odd ones.
     """
     rows: list[ModuleRow] = tree.nodes[at].get("rows", [])
     inner = list(tree.successors(at))
@@ -147,7 +148,7 @@ ROOT: tuple[str, ...] = ()
 
 
 def summary(plan: PlanData) -> list[str]:
-    """What the plan is for and what it costs, in a few lines."""
+    """Returns the plan's purpose and its costs, in a few lines."""
     costs = plan.costs
     split = sum(any(each.parameters.get(name, I) != I for each in plan.axes) for name in plan.parameters)
     whole, held = plan.parameter_bytes()
@@ -158,7 +159,7 @@ def summary(plan: PlanData) -> list[str]:
     machine, sent = costs.machine or "an unnamed machine", time_text(sum(c.seconds for c in costs.collectives))
     if costs.step is None:
         lines.append(f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {machine}, {sent} of that in collectives")
-    else:  # not the time of a step, to which the axes of the batch add: `_of_batch` has that
+    else:  # costs.seconds is not the time of a step here: the batch's axes add to it, in `_of_batch`
         lines += [f"  {_sent_text(costs)}; {sent} in collectives on {machine}", *_of_batch(plan)]
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {time_text(costs.fewer[1])}{_faster_with_fewer(costs)}")
@@ -178,12 +179,12 @@ def summary(plan: PlanData) -> list[str]:
 
 
 def mesh_text(plan: PlanData) -> str:
-    """The number of ranks along each axis of a plan, outermost first: '2 × 4 ranks (dp × tp)'."""
+    """Returns the ranks along each axis of a plan, outermost first: '2 × 4 ranks (dp × tp)'."""
     return ranks_text([each.axis for each in plan.axes])
 
 
 def batch_text(plan: AxisPlan) -> str:
-    """What the ranks send over an axis that divides the batch."""
+    """Returns a line on the collectives over an axis that splits the batch."""
     return (
         f"over {plan.axis.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): "
         f"{_sent_text(plan.costs)}; {time_text(sum(c.seconds for c in plan.costs.collectives))}"
@@ -191,7 +192,7 @@ def batch_text(plan: AxisPlan) -> str:
 
 
 def calls_text(ahead: int, back: int) -> str:
-    """'1 collective forward and 2 backward'."""
+    """Returns '1 collective forward and 2 backward'."""
     return f"{counted(ahead, 'collective')} forward and {back} backward"
 
 
@@ -200,7 +201,7 @@ def _sent_text(costs: Costs) -> str:
 
 
 def _of_batch(plan: PlanData) -> list[str]:
-    """What dividing the batch over other axes costs beside the rest."""
+    """Returns lines on the additional costs of splitting the batch over other axes."""
     lines = [f"  {batch_text(each)}" for each in plan.across]
     parts, hidden = plan.step_seconds, plan.hidden_seconds
     total = sum(parts.values())
@@ -215,7 +216,7 @@ def _of_batch(plan: PlanData) -> list[str]:
 
 
 def _faster_with_fewer(costs: Costs) -> str:
-    """A warning if a step takes less time on fewer ranks, of whose messages nothing is taken to be hidden."""
+    """Returns a warning if a step takes less time on fewer ranks, with no message hidden there."""
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
     if costs.fewer[ranks] >= min(costs.seconds, costs.step or math.inf):
         return ""
@@ -224,7 +225,7 @@ def _faster_with_fewer(costs: Costs) -> str:
 
 
 def held_otherwise(plans: Sequence[PlanData]) -> list[tuple[list[str], tuple[str, ...]]]:
-    """The parameters that lie otherwise in some of the plans, equal layers together: (names, how they lie in each)."""
+    """Returns the parameters that plans shard differently: (equal layers' names, sharding per plan)."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in dict.fromkeys(name for plan in plans for name in plan.parameters):
         held = tuple(plan.held_text(name) if name in plan.parameters else ABSENT for plan in plans)
