@@ -1,7 +1,8 @@
-"""`carry(x)` is x, where a call leaves it for the next one: in a cache, or in another object that an argument holds.
+"""`carry(x)` marks x as a carried value: a call leaves it in an argument, such as a cache, for the
+next.
 
-The op gives such a value a choice of its own: it may stay split, as its consumers take it, while the results of a call
-are whole.
+The op gives such a value a choice of its own: it may stay split, as its consumers use it, while the
+results of a call are unsharded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The op `ctc_losses`: PyTorch's CTC loss of each sequence, with a fake kernel, which `torch.ctc_loss` lacks.
+"""The op `ctc_losses`: PyTorch's CTC loss per sequence, with the fake kernel that `torch.ctc_loss`
+lacks.
 
-PyTorch reads the lengths of inputs and targets to allocate what its backward needs, and fake tensors have no values.
-So this op's backward runs the forward again.
+PyTorch reads the lengths of inputs and targets to allocate the tensors that its backward needs, but
+fake tensors have no values. So this op's backward runs the forward again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LOSSES = (
 
 @torch.library.custom_op("torchshard::ctc_losses", mutates_args=(), schema=f"{_LOSSES} -> Tensor")
 def ctc_losses(log_probs: Tensor, *args: Any) -> Tensor:
-    """The loss of each sequence: `f32[time,batch,classes] -> f32[batch]`."""
+    """Returns the loss of each sequence: `f32[time,batch,classes] -> f32[batch]`."""
     losses, _ = aten._ctc_loss.Tensor(log_probs, *args)
     return torch.where(losses.isinf(), 0.0, losses) if args[-1] else losses.clone()
 
@@ -34,7 +35,7 @@ def _(log_probs: Tensor, *args: Any) -> Tensor:
     "torchshard::ctc_losses_backward", mutates_args=(), schema=f"(Tensor grad, {_LOSSES[1:]} -> Tensor"
 )
 def ctc_losses_backward(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
-    """The gradient of `log_probs`."""
+    """Returns the gradient of `log_probs`."""
     *tensors, blank, zero_infinity = args
     found = aten._ctc_loss.Tensor(log_probs, *tensors, blank, zero_infinity)
     return aten._ctc_loss_backward.Tensor(grad, log_probs, *tensors, *found, blank, zero_infinity)
@@ -57,7 +58,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 ctc_losses.register_autograd(_backward, setup_context=_save)
 for _device in ("cpu", "cuda"):
-    ctc_losses.register_autocast(_device, torch.float32)  # as PyTorch casts for its own
+    ctc_losses.register_autocast(_device, torch.float32)  # the same cast as PyTorch's own op
 
 
 def ctc_loss(
@@ -69,7 +70,7 @@ def ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """As `torch.ctc_loss`, of ops that have fake kernels."""
+    """Computes `torch.ctc_loss` with ops that have fake kernels."""
     lengths = [torch.as_tensor(n, device=log_probs.device) for n in (input_lengths, target_lengths)]
     if log_probs.ndim == 2:
         losses: Tensor = CTC_LOSSES(log_probs[:, None], targets, *(n.view(1) for n in lengths), blank, zero_infinity)[0]

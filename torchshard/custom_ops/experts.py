@@ -1,12 +1,13 @@
-"""Ops that a graph has where rows go to the ranks that have their experts; to the unsharded model they do nothing.
+"""Ops of a graph that sends rows to the ranks of their experts; in the unsharded model they do nothing.
 
     sent, received, ends = expert_counts(ends, 2)     how many rows go to each expert, and come to a rank's
     rows = to_experts(rows, sent, received)           each expert's rows, of all ranks
     more = to_experts(more, sent, received, m)        the same of other rows, whose number is known by now
     rows = from_experts(rows, sent, received, n)      the n rows as they were
 
-Rows are sorted by expert; `ends` [experts] says where those of each end. Once they are split, `rules.experts` says what
-a rank does: then the ends are those of its own experts, and `received` [own experts, ranks] counts what comes for them.
+Rows are sorted by expert; `ends` [experts] has the end of each expert's rows. `rules.experts`
+splits these ops: a rank then has the ends of its own experts, and `received` [own experts, ranks]
+counts the rows that each rank sends to them.
 """
 
 from __future__ import annotations

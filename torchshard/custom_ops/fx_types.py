@@ -1,7 +1,7 @@
-"""Names for the types of what torch.fx hands to rules and custom ops, each defined once.
+"""Names for the types that torch.fx passes to rules and custom ops, each defined once.
 
-They live here because rules must not import torch.fx (`tests/test_architecture.py`): a rule sees an op, never the
-graph.
+They are defined here because rules must not import torch.fx (`tests/test_architecture.py`): a rule
+sees an op, never the graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ __all__ = ["Argument", "Proxy", "Target", "Traced"]
 Traced: TypeAlias = Tensor | Proxy
 """A value inside a replacement: an fx.Proxy while a rank's graph is recorded, a tensor in an eager collective."""
 Argument: TypeAlias = Any
-"""An argument of an op: a tensor in the form that the caller uses (a fake or real tensor, a Proxy, a TensorType), or an
-int, float, bool, dtype, None, or a list of these. Its type follows from the op's schema, which mypy does not know."""
+"""An argument of an op: a tensor in the caller's form (a fake or real tensor, a Proxy, a
+TensorType), or an int, float, bool, dtype, None, or a list of these. The op's schema determines its
+type, which mypy can't see."""
 Target: TypeAlias = Callable[..., Any]
 """The target of a graph's node: an OpOverload, a function, or a WholeCall. Called with Proxies it returns a Proxy."""

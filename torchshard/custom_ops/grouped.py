@@ -1,4 +1,4 @@
-"""The op `grouped_mm`: `torch._grouped_mm` of rows and matrices, whose fake kernel refuses all but bfloat16."""
+"""The op `grouped_mm`: `torch._grouped_mm`, whose fake kernel refuses every dtype except bfloat16."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     schema="(Tensor grad, Tensor input, Tensor weight, Tensor offs) -> (Tensor, Tensor)",
 )
 def grouped_mm_backward(grad: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of the rows and of the matrices."""
+    """Returns the gradients of the rows and of the matrices."""
     of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
     for i, rows in enumerate(_groups(offs)):
         of_x[rows], of_weight[i] = grad[rows] @ weight[i].mT, x[rows].mT @ grad[rows]

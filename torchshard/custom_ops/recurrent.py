@@ -1,13 +1,14 @@
-"""Recurrent layers (LSTM, GRU, RNN) as single ops of a graph, whole or with their hidden units split over the ranks.
+"""Recurrent layers (LSTM, GRU, RNN) as single ops of a graph, unsharded or split by hidden units.
 
-A call with all its layers and steps is one op, because unrolled it would be thousands of nodes. Whole operands go to
-PyTorch's own kernel. Split by hidden units, a rank holds the rows of all gates for its units. In each step it needs all
-units of the step before, and computes its own:
+A call with all its layers and steps is one op, because unrolled it would be thousands of nodes.
+Unsharded operands go to PyTorch's own kernel. If hidden units are split, a rank has the rows of all
+gates for its units. Each step needs all units of the previous step, and computes the rank's own:
 
     gates[t] = x[t] @ w_ih[own].T + all_gather(h[t - 1]) @ w_hh[own].T          backward: reduce_scatter
     h[t], c[t] = cell(gates[t], h[t - 1][own], c[t - 1][own])
 
-The next layer reads the units that were gathered for the next step, so that it needs no collective of its own.
+The next layer reads the units that were gathered for the next step, so it needs no collective of
+its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchshard.custom_ops.whole import WholeCall
 
 
 class Recurrence(NamedTuple):
-    """What one of PyTorch's recurrent functions computes."""
+    """The computation of one of PyTorch's recurrent functions."""
 
     gates: int
     states: int
@@ -55,7 +56,7 @@ RECURRENCES: Mapping[Target, Recurrence] = {
     torch.rnn_tanh: Recurrence(1, 1, lambda x, hidden, h: ((x + hidden).tanh(),)),
     torch.rnn_relu: Recurrence(1, 1, lambda x, hidden, h: ((x + hidden).relu(),)),
 }
-"""PyTorch's function -> what it computes. The formulas are those in the docs of `torch.nn.LSTM`, `GRU` and `RNN`."""
+"""PyTorch's function -> its computation, as in the docs of `torch.nn.LSTM`, `GRU` and `RNN`."""
 
 ARGUMENTS = (
     "input", "hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional", "batch_first",
@@ -64,7 +65,7 @@ ARGUMENTS = (
 
 
 def is_recurrent(function: Target, args: Sequence[Argument]) -> bool:
-    """Returns whether a call is one of a recurrent function on sequences that are not packed."""
+    """Returns whether a call is a recurrent function's on sequences that are not packed."""
     return function in RECURRENCES and len(args) == len(ARGUMENTS) and isinstance(args[3], bool)
 
 
@@ -73,14 +74,16 @@ class RecurrentCall(WholeCall):
     """A call of a recurrent function, for all steps and layers."""
 
     device: str = "cpu"
-    """The device type: dropout between layers draws from PyTorch's RNG state on a CPU, from cuDNN's on a GPU."""
+    """The device type: dropout between layers draws from PyTorch's RNG on CPUs, from cuDNN's on
+    GPUs."""
 
     def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
-        """Returns the arguments by name, and the device type, which the rule needs."""
+        """Returns the arguments by name, plus the device type, which the rule needs."""
         return dict(zip(ARGUMENTS, self.rebuild(operands)[0], strict=True)) | {"device": self.device}
 
     def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
-        """Runs PyTorch's own kernel; on fake tensors computes the shapes only, since PyTorch would unroll all steps."""
+        """Runs PyTorch's kernel; on fake tensors only computes shapes: PyTorch would unroll all
+        steps."""
         if not is_fake(args[0]):
             return self.function(*args)
         self.device, self.uses_rng = args[0].device.type, uses_rng(dict(zip(ARGUMENTS, args, strict=True)))
@@ -90,7 +93,7 @@ class RecurrentCall(WholeCall):
 
 
 def _autocast_dtype(function: Target, x: Tensor) -> torch.dtype:
-    """Returns the dtype of the results: autocast casts all that cuDNN computes, and on a CPU only oneDNN's LSTM."""
+    """Returns the results' dtype: autocast casts for cuDNN, and on a CPU only for oneDNN's LSTM."""
     dtype = dict(current_autocast()).get(x.device.type)
     is_supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype is None or x.dtype is torch.float64:
@@ -112,7 +115,7 @@ def states_of(hx: Argument) -> list[Tensor]:
 
 
 def _shapes(args: Sequence[Argument]) -> tuple[Tensor, ...]:
-    """Returns empty tensors of the shapes of the results."""
+    """Returns empty tensors with the shapes of the results."""
     x, states = args[0], states_of(args[1])
     width = states[0].shape[-1] * (2 if args[7] else 1)
     return x.new_empty(*x.shape[:2], width), *(torch.empty_like(state) for state in states)
@@ -120,11 +123,11 @@ def _shapes(args: Sequence[Argument]) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class SplitRecurrent(Stepwise):
-    """A call of a recurrent function of which each rank computes some of the hidden units."""
+    """A call of a recurrent function with its hidden units split over the ranks."""
 
     function: Target
     parts: tuple[Part, ...]
-    """The parts that the hidden units are split in; see `layouts.Shard`."""
+    """The parts that the hidden units are split into; see `layouts.Shard`."""
     __module__: str = __name__
 
     @property
@@ -137,11 +140,11 @@ class SplitRecurrent(Stepwise):
         return _shapes(args) if is_fake(args[0]) else super().__call__(*args)
 
     def steps(self, *args: Argument) -> Computation:
-        """Runs all layers; takes and returns what PyTorch's function does, with this rank's rows and hidden units."""
+        """Runs all layers as PyTorch's function does, for this rank's rows and hidden units."""
         x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
         states = states_of(hx)
         each, directions = 4 if has_biases else 2, 2 if bidirectional else 1
-        # the formulas below have the time first, as PyTorch's kernels have it
+        # the formulas below have the time first, like PyTorch's kernels
         x = x.transpose(0, 1) if batch_first else x
         last: list[tuple[Tensor, ...]] = []
         for layer in range(layers):
@@ -156,7 +159,7 @@ class SplitRecurrent(Stepwise):
         return x.transpose(0, 1) if batch_first else x, *(torch.stack(state) for state in zip(*last, strict=True))
 
     def collectives(self, *args: Argument) -> Iterable[tuple[Target, tuple[Argument, ...], int]]:
-        """One gather in each step of each layer, and one of the last units where another layer reads them."""
+        """Yields the gather: one per step of a layer, and one of the last units for the next layer."""
         x, hx, _, _, layers, _, _, bidirectional, batch_first = args
         time, directions = x.shape[1 if batch_first else 0], 2 if bidirectional else 1
         op, operands = self._gather(states_of(hx)[0][0])
@@ -168,10 +171,11 @@ class SplitRecurrent(Stepwise):
         """Runs one layer in one direction; returns the hidden units of each step and the last state.
 
         Args:
-            whole: whether to return all hidden units, which the next layer needs, and not only this rank's.
+            whole: whether to return all hidden units, as the next layer needs, or only this rank's.
         """
         biases, cell = weights[2:] or (None, None), RECURRENCES[self.function].cell
-        # the input's gates need no earlier step: one matrix product computes those of all steps
+        # the input's gates need no earlier step, so one matrix product computes the gates of all
+        # steps
         gates, outputs = F.linear(x, weights[0], biases[0]), []
         steps = range(len(x) - 1, -1, -1) if backward else range(len(x))
         for step in steps:

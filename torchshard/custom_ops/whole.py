@@ -1,7 +1,8 @@
-"""Python code that is one op of a graph: a custom `autograd.Function`, or a gradient hook on an activation.
+"""Python code as one op of a graph: a custom `autograd.Function`, or a gradient hook on an activation.
 
-Traced into PyTorch's ops, either would keep its forward and lose its own backward. So it stays one op, which runs the
-model's code, forward and backward, on operands that every rank holds whole. A rule can tell how to split it:
+Traced into PyTorch's ops, either would keep its forward and lose its own backward. So it stays one
+op, which runs the model's code, forward and backward, on full operands. A rule can declare how to
+split it:
 
     @ts.rule(GradientReversal)
     def reversal(call):
@@ -29,28 +30,29 @@ from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.fx_types import Argument, Target
 
 OpKey: TypeAlias = Target | str
-"""An op in a table of ops: an OpOverload, a function, a custom Function, or the name of one that may be missing."""
+"""An op in a table of ops: an OpOverload, a function, a custom Function, or an optional op's name."""
 Entry = TypeVar("Entry")
 
 
 @dataclass(eq=False)
 class WholeCall:
-    """The target of a graph's node for a call of Python code; it is called with the op's operands in order."""
+    """The target of a node that calls Python code; its arguments are the op's operands in order."""
 
     function: Any
-    """The class of the custom Function, or the hook; nothing is known of its type."""
+    """The class of the custom Function, or the hook, of any type."""
     rebuild: Callable[[Sequence[Argument]], tuple[Sequence[Argument], dict[str, Argument]]]
     """Operands -> (args, kwargs) of the call."""
     operands: int
-    """The number of operands in the arguments; further operands are the state of modules among the arguments."""
+    """The number of operands in the arguments; further operands are the state of modules among them."""
     single: bool = True
     """Whether the call returns one tensor; otherwise it returns a list."""
     uses_rng: bool = False
     """Whether the call draws random numbers."""
     seeds: bool = False
-    """Whether the call asks the system for a seed; the ranks draw one from their common RNG state instead."""
+    """Whether the call seeds from the system; ranks draw the seed from their common RNG state
+    instead."""
     autocast: Autocast = ()
-    """The autocast state in which the call runs."""
+    """The autocast state of the call."""
     modules: dict[int, nn.Module] = field(default_factory=dict)
     """The id of each module among the arguments -> the copy that the call uses instead."""
     __module__: str = __name__
@@ -64,7 +66,8 @@ class WholeCall:
         return f"{getattr(self.function, '__module__', '')}.{self.__name__}"
 
     def __call__(self, *operands: Argument) -> Tensor | list[Tensor]:
-        # modules among the arguments read their parameters from operands, so that autograd sees the graph's tensors
+        # modules among the arguments read their parameters from operands: autograd must see the
+        # graph's tensors
         for (holder, name, _), tensor in zip(state_of(self.modules.values()), operands[self.operands :], strict=True):
             holder[name] = tensor
         args, kwargs = self.rebuild(operands[: self.operands])
@@ -77,13 +80,14 @@ class WholeCall:
         return tensors[0] if self.single else tensors
 
     def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
-        """Runs the call itself; results are the tensors in what it returns."""
+        """Runs the call itself; the tensors in its return value are the results."""
         return self.function.apply(*args, **kwargs)
 
     def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
         """Returns the arguments by the parameter names of the Function's `forward`.
 
-        If an argument contains operands, or an operand is not an argument, the names are the operands' indices.
+        If an argument contains operands, or an operand is not an argument, the names are the
+        operands' indices.
         """
         args, kwargs = self.rebuild(operands[: self.operands])
         names = list(inspect.signature(self.function.forward).parameters)
@@ -95,13 +99,13 @@ class WholeCall:
         return {str(i): operand for i, operand in enumerate(operands)}
 
     def with_own_modules(self, memo: Mapping[int, object] | None = None) -> WholeCall:
-        """Returns the same call with copies of its modules, because a call puts its operands into its modules.
+        """Returns this call with copies of its modules, because a call puts operands into its modules.
 
-        The copies share their tensors until then: copying those would read memory that a model without storage does not
-        have.
+        Until then the copies share their tensors. Copying those would read memory that a model
+        without storage does not have.
 
         Args:
-            memo: the id of a tensor -> the tensor that the copies hold instead.
+            memo: the id of a tensor -> the tensor that replaces it in the copies.
         """
         if not self.modules:
             return self
@@ -110,12 +114,12 @@ class WholeCall:
 
 
 def op_of(target: Target | str) -> Target | str:
-    """Returns the key of a node's target in tables of ops: the function of a WholeCall, any other target itself."""
+    """Returns a target's key in tables of ops: the function of a WholeCall, any other target itself."""
     return target.function if isinstance(target, WholeCall) else target
 
 
 def entry(table: Mapping[OpKey, Entry], target: Target | str) -> Entry | None:
-    """Returns a table's entry for a node's target, by the op or by its name; None if there is none.
+    """Returns a table's entry for a node's target, by the op or by its name; None if it is missing.
 
     Ops of libraries that may not be installed are in tables by name.
     """
@@ -124,7 +128,7 @@ def entry(table: Mapping[OpKey, Entry], target: Target | str) -> Entry | None:
 
 
 class HookCall(WholeCall):
-    """A gradient hook on an activation: it returns its operand, whose gradient passes through the hook."""
+    """A gradient hook on an activation: the op returns its operand; its gradient passes the hook."""
 
     @property
     def __name__(self) -> str:
@@ -132,25 +136,26 @@ class HookCall(WholeCall):
         return "register_hook"
 
     def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
-        """Returns a view of the operand, so that the hook is on this node's result, not on that of another node."""
+        """Returns a view of the operand, so the hook is on this node's result, not another node's."""
         view = args[0].view_as(args[0])
         if view.requires_grad:
             view.register_hook(self.function)
         return view
 
     def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
-        """Returns its operand, named as in `Tensor.register_hook`."""
+        """Returns the operand, named as in `Tensor.register_hook`."""
         return {"self": operands[0]}
 
 
 def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Returns the parameters and buffers of some modules: (the dict that holds it, its name there, the tensor)."""
+    """Returns the parameters and buffers of modules: (dict that has the tensor, its name there,
+    tensor)."""
     dicts = {id(d): d for top in modules for m in top.modules() for d in (m._parameters, m._buffers)}
     return [(holder, name, t) for holder in dicts.values() for name, t in holder.items() if isinstance(t, Tensor)]
 
 
 class _Seeding(threading.local):
-    """How the call that runs in this thread may seed; None if none runs."""
+    """How the call that runs in this thread may seed; `from_state` is None outside calls."""
 
     from_state: bool | None = None
     """True for a call on real tensors; False for one on fake tensors, which must not change the RNG state."""
@@ -187,10 +192,10 @@ _SEED_PATCHES = Patches(
 
 @contextlib.contextmanager
 def _common_seeds(*, real: bool) -> Iterator[None]:
-    """Makes `torch.seed()` of this thread draw its seed from the RNG state, which all ranks share, not from the system.
+    """Makes `torch.seed()` in this thread draw from the ranks' common RNG state, not the system.
 
-    `torch.seed` takes no tensors, so no mode sees its calls: the function itself is replaced, and other threads' calls
-    go to the original.
+    `torch.seed` has no tensor arguments, so modes do not see its calls. The function itself is
+    replaced, and calls in other threads go to the original.
 
     Args:
         real: false for a call on fake tensors, which must not change the RNG state.

@@ -1,10 +1,11 @@
-"""The op `with_value(x, value)`, a straight-through estimator: it returns `value`, and its gradient goes to `x`.
+"""The op `with_value(x, value)`, a straight-through estimator: returns `value`, gives `x` its gradient.
 
     before    h = linear(x, w); with torch.no_grad(): h.clamp_(-1, 1)
     after     h = linear(x, w); h_clamp = clamp(detach(h), -1, 1); h_1 = with_value(h, h_clamp)
 
-Graphs need it for writes that autograd does not record, under `no_grad`, through `detach()` or `.data`: later ops read
-the new values, and their gradients flow to the ops that computed the old ones. PyTorch has no functional op for this.
+Graphs need it for writes that autograd does not record, under `no_grad`, through `detach()` or
+`.data`. Later ops read the new values, and their gradients flow to the ops that computed the old
+ones. PyTorch lacks a functional op for this.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @torch.library.custom_op("torchshard::with_value", mutates_args=(), schema="(Tensor x, Tensor value) -> Tensor")
 def with_value(x: Tensor, value: Tensor) -> Tensor:
-    """Returns a copy of `value`, whose gradient is the gradient of `x`; both have the same shape."""
+    """Returns a copy of `value`; its gradient is the gradient of `x`. Both have the same shape."""
     return value.clone()
 
 

@@ -1,4 +1,4 @@
-"""The form of an op that writes to its arguments which returns what it would have written.
+"""The functional form of an op that writes to its arguments: it returns the new values instead.
 
 before    out = mylib::update(x, mean, var)                                        writes to mean and var
 after     out, mean_1, var_1 = WithoutWrites(mylib::update)(x, mean, var)
@@ -18,7 +18,7 @@ from torchshard.custom_ops.fx_types import Argument
 
 @dataclass(frozen=True)
 class WithoutWrites:
-    """The target of a node for an op without a functional overload, called with all arguments in the schema's order."""
+    """The target of a node for an op without a functional overload; arguments are in schema order."""
 
     op: OpOverload[..., object]
     __module__: str = __name__
@@ -32,7 +32,8 @@ class WithoutWrites:
         return str(self.op)
 
     def __call__(self, *values: Argument) -> tuple[Argument, ...]:
-        """The op's results that are no arguments, then the new values of those that it writes to."""
+        """Returns the op's results that are not arguments, then new values of arguments it writes
+        to."""
         arguments, written = list(values), list[Tensor]()
         for i, argument in enumerate(self.op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
