@@ -1,4 +1,4 @@
-"""Sharding rules: how each op may be split. One file per family of ops; `row_of` returns the row of a call."""
+"""Sharding rules: how each op may be split, one file per family of ops. `row_of` gives a call's row."""
 
 from collections.abc import Hashable, Mapping
 
@@ -46,22 +46,22 @@ def has_rule(target: Target | str) -> bool:
 
 
 OWN = frozenset(RULES.values())
-"""The library's; all others are the user's."""
+"""The library's rules; all others are the user's."""
 
 
 def has_users_rule(target: Target | str) -> bool:
-    """Returns whether the rule of an op is not the library's."""
+    """Returns whether an op's rule is the user's, not the library's."""
     return (rule_fn := rule_of(target)) is not None and rule_fn not in OWN
 
 
 def row_of(call: Call) -> Row | None:
-    """Returns the row of a call, or None if the op has no rule for it: the op then runs on Invariant operands."""
+    """Returns the row of a call. If it is None (no rule applies), the op runs on Invariant operands."""
     rule_fn = rule_of(call.target)
     if rule_fn is None and pointwise.is_pointwise(call.target):
         rule_fn = pointwise.pointwise
     if rule_fn is None:
         return None
-    if isinstance(call.target, WholeCall):  # of one graph alone, which a cache would keep alive
+    if isinstance(call.target, WholeCall):  # a WholeCall belongs to one graph, which a cache would keep alive
         return _apply_rule(rule_fn, call)
     key = (rule_fn, call.target, _frozen(call.args), call.results, call.multiples)
     if key not in ROWS:
@@ -72,15 +72,15 @@ def row_of(call: Call) -> Row | None:
 
 
 MAX_ROWS = 1 << 16
-"""The size at which the cache of rows is cleared: a model has a few thousand, but a process may shard many models."""
+"""The size at which the cache of rows is cleared: a model has a few thousand, a process many models."""
 
 
 def _apply_rule(rule_fn: RuleFn, call: Call) -> Row | None:
-    """Calls a rule, which may be the user's own: any exception in it becomes a RuleError that names the rule."""
+    """Calls a rule, perhaps the user's. Any exception in it becomes a RuleError that names the rule."""
     try:
         row = rule_fn(call)
         if row is not None and not isinstance(row, Row):
-            raise TypeError(f"it returns {row!r:.80}")  # told as any other error of the rule's
+            raise TypeError(f"it returns {row!r:.80}")  # reported like any other error in the rule
         return row
     except ShardError:
         raise
@@ -95,7 +95,7 @@ def _apply_rule(rule_fn: RuleFn, call: Call) -> Row | None:
 
 
 def _frozen(value: Argument) -> Hashable:
-    """Returns an argument as a cache key. The type is part of it, because 1, 1.0 and True are equal in Python."""
+    """Returns an argument as a cache key, with its type: 1, 1.0 and True are equal in Python."""
     if isinstance(value, Mapping):
         return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""Scaled dot-product attention: batch, heads, the queries' positions and the values' features are splittable.
+"""Scaled dot-product attention: batch, heads, query positions and value features are splittable.
 
-`F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as on all of them. With dropout every rank
-draws the whole mask from the common RNG state and keeps its heads' part. Fused kernels draw their own masks, so the
-scores are then computed explicitly.
+`F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as on all of them. With
+dropout every rank draws the full mask from the common RNG state and keeps its heads' slice. Fused
+kernels draw masks of their own, so the scores are then computed explicitly.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ aten = torch.ops.aten
 def attention(call: Call) -> Row | None:
     """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) l !e, b g !s !e, b g !s v -> b (g r) l v`.
 
-    With a causal mask l is unsplittable, because the position of a query decides which keys it sees. Grouped queries
-    (`enable_gqa`) have heads `(g r)`, r for each of the g heads of keys and values.
+    With a causal mask l is unsplittable, because a query's position determines the keys that it
+    sees. Grouped queries (`enable_gqa`) have heads `(g r)`: r for each of the g heads of keys and
+    values.
     """
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
     batch = call.results[0].shape[:-2]
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]
     names = letters(len(batch), used="glersv")
-    if names:  # the last dim before positions and features is the heads
+    if names:  # heads are the last dim before positions and features
         names[-1] = "(g r)" if grouped else "g"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     row = "!l" if call["is_causal"] else "l"
@@ -47,7 +48,7 @@ def attention(call: Call) -> Row | None:
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
     counted = [*([query[-1]] if drops else []), *([query[-3], key[-3]] if grouped else [])]
     if not all(isinstance(size, int) for size in counted):
-        return None  # a number of the features or heads is computed with
+        return None  # the replacement computes with these sizes, so they must be static
     if stretched and (grouped or drops):  # the explicit computation with dropout does not broadcast
         return None
     local = {"*": _dropout_attention(call) if drops else padded_if_empty(call)}
@@ -56,7 +57,7 @@ def attention(call: Call) -> Row | None:
 
 
 def _dropout_attention(call: Call) -> LocalFn:
-    """Returns a replacement that computes what `_scaled_dot_product_attention_math` does, with a slice of the mask."""
+    """Returns a replacement like `_scaled_dot_product_attention_math`, with a slice of the mask."""
 
     def local(
         ctx: Local,
@@ -75,7 +76,8 @@ def _dropout_attention(call: Call) -> LocalFn:
         if enable_gqa:
             times = ctx.size("r") if "r" in ctx.row.sizes else 1
             key, value = (aten.repeat_interleave.self_int(t, times, -3) for t in (key, value))
-        # as PyTorch does, each side is scaled by the root of the scale, so that halves do not overflow
+        # as PyTorch does, scale each side by the root of the scale, so half precision does not
+        # overflow
         scaled_query = aten.mul.Scalar(query, math.copysign(factor, scale))
         scores = aten.matmul.default(scaled_query, aten.mul.Scalar(aten.transpose.int(key, -2, -1), factor))
         if is_causal:
@@ -87,7 +89,7 @@ def _dropout_attention(call: Call) -> LocalFn:
             else:
                 scores = aten.add.Tensor(scores, attn_mask)
         weights = aten._safe_softmax.default(scores, -1)
-        if ctx.choice.axes[0][0] == "v":  # the features are split, so every rank has all scores and the whole mask
+        if ctx.choice.axes[0][0] == "v":  # features are split, so every rank has all scores and the full mask
             return aten.matmul.default(aten.dropout.default(weights, dropout_p, True), value)
         return aten.matmul.default(sliced_dropout(ctx, weights, dropout_p, len(call.tensors[0].shape)), value)
 

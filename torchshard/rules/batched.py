@@ -1,6 +1,6 @@
 """Ops that process each matrix, image or signal of a batch on its own.
 
-The batch dims are splittable, the dims of one item are not.
+The batch dims are splittable; the dims of one item are not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def batched(call: Call, items: Sequence[int], **options: Unpack[RowKeywords]) ->
     """`f32[2,1,4,4], f32[3,4,5] -> f32[2,3,4,5]     a 1 !o00 !o01, b !o10 !o11 -> a b !r00 !r01`.
 
     Args:
-        items: the number of dims that one item has in each operand; the dims before them are broadcast.
+        items: the number of dims of one item, per operand; the dims before them are broadcast.
     """
     shapes = [t.shape for t in call.tensors]
     if any(len(shape) < n for shape, n in zip(shapes, items, strict=True)):
@@ -35,7 +35,7 @@ def batched(call: Call, items: Sequence[int], **options: Unpack[RowKeywords]) ->
     for lead in leads:
         for i, size in enumerate(lead, ndim - len(lead)):
             batch[i] = size if batch[i] == 1 else batch[i]
-    if any(list(r.shape[:ndim]) != batch for r in call.results):  # the op does not broadcast after all
+    if any(list(r.shape[:ndim]) != batch for r in call.results):  # the op turns out not to broadcast
         return None
     left = []
     for j, (lead, n) in enumerate(zip(leads, items, strict=True)):
@@ -67,7 +67,7 @@ MATRICES: Mapping[Target, tuple[int, ...]] = {
     aten.lu_unpack.default: (2, 1),
     aten.linalg_pinv.atol_rtol_tensor: (2, 0, 0),
 }
-"""Op -> the number of dims that one item has in each operand."""
+"""Op -> the number of dims of one item, per operand."""
 
 
 @rule(*MATRICES)
@@ -80,7 +80,8 @@ def matrices(call: Call) -> Row | None:
 def solve(call: Call) -> Row | None:
     """`f32[5,4,4], f32[5,4] -> f32[5,4], ...     a !o00 !o01, a !o10 -> a !r00, ...`.
 
-    The second operand is a batch of vectors or of matrices, which PyTorch tells by its shape.
+    The second operand is a batch of vectors or of matrices; PyTorch distinguishes them by its
+    shape.
     """
     a, b = (t.shape for t in call.tensors)
     return batched(call, (2, 1 if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else 2))
@@ -88,7 +89,7 @@ def solve(call: Call) -> Row | None:
 
 @rule(aten._linalg_check_errors.default)
 def check_errors(call: Call) -> Row:
-    """`i32[5] -> nothing     !a -> `: every rank checks all items, so that all ranks fail together."""
+    """`i32[5] -> nothing     !a -> `: every rank checks all items, so all ranks fail together."""
     names = letters(len(call.tensors[0].shape))
     return call.row(f"{spaced(unsplittable(names, range(len(names))))} -> ")
 
@@ -104,7 +105,8 @@ def solve_columns(call: Call) -> Row | None:
     names = letters(len(batch), used="ckmn")
     left = []
     for i, t in enumerate(call.tensors):
-        # the pivots of an LU factorization, or ormqr's tau; cholesky_solve has its factor there, perhaps without batch
+        # pivots of an LU factorization, or ormqr's tau; in cholesky_solve it is the factor, perhaps
+        # without batch dims
         is_vector = i == 1 and right_side != 0 and len(t.shape) <= len(batch) + 1
         own = sides if i == right_side else [f"!m{i}", f"!n{i}"][: 1 if is_vector else 2]
         left.append([*broadcast(names, t.shape[: len(t.shape) - len(own)], batch), *own])

@@ -1,6 +1,7 @@
-"""Collectives over another axis of the mesh: to the axis that is planned they are ops, linear ones.
+"""Collectives over another mesh axis, which are linear ops for the axis that is planned.
 
-A rank's collective over one axis does the same to each slice along another, as long as the two split different dims.
+A collective over one axis acts equally on each slice along another axis, as long as the two axes
+split different dims.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torchshard.rules.registry import Call, letters, rule, spaced, unsplittable
 
 
 def _row(call: Call) -> Row:
-    """`all_to_all(f32[2,8,16], 1, ..., 2, ...)     a !b !c -> a !d !e`: dims that it splits or joins stay whole."""
+    """`all_to_all(f32[2,8,16], 1, ..., 2, ...)     a !b !c -> a !d !e`: changed dims are unsplittable."""
     ndim = len(call.tensors[0].shape)
     dims = [call.args[name] for name in ("dim", "to_dim") if name in call.args]
     names = letters(2 * ndim)

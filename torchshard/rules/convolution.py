@@ -26,13 +26,14 @@ CONVOLUTIONS = (
 def convolution(call: Call) -> Row | None:
     """`f32[2,3,9,9], f32[8,3,3,3] -> f32[2,8,7,7]     n c !h0 !h1, o c !k0 !k1 -> n o !z0 !z1`; groups split too.
 
-    A transposed convolution has its weight the other way round: `c o !k0 !k1`. With a bias c is unsplittable, because
-    each rank would add the whole bias to its partial sum.
+    A transposed convolution has its weight's dims swapped: `c o !k0 !k1`. With a bias c is
+    unsplittable, because each rank would add the whole bias to its partial sum.
     """
     x, weight, groups = call["input"].shape, call["weight"].shape, call["groups"]
     space = len(weight) - 2
     biased, transposed = call.args.get("bias") is not None, call.target is aten.convolution.default
-    # aten.convolution has a rule for transposed convolutions only; the others are captured as conv1d, conv2d, conv3d
+    # aten.convolution's rule is only for transposed convolutions; others are captured as conv1d,
+    # conv2d, conv3d
     if not all(isinstance(s, int) for s in weight) or transposed != bool(call.args.get("transposed")):
         return None
     batch = ["n"] if len(x) == len(weight) else []
@@ -56,7 +57,7 @@ def convolution(call: Call) -> Row | None:
 
 
 def _own_groups(call: Call, channel: int) -> LocalFn:
-    """Returns a replacement that convolves this rank's groups, because the number of groups is an argument of the op.
+    """Returns a replacement that convolves this rank's groups: their number is an argument of the op.
 
     A rank without groups convolves zeros.
 

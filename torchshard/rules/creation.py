@@ -1,6 +1,7 @@
-"""Ops that create tensors inside the model (positions, masks): every rank creates the whole tensor.
+"""Ops that create tensors inside the model (positions, masks): every rank creates the full tensor.
 
-This costs no communication, and since such tensors need no gradient, an op that wants a slice takes it locally.
+This needs no communication. Since such tensors need no gradient, an op that requires a slice takes
+it locally.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Replacements for ops that reject empty tensors (convolutions, pooling, norms), on ranks whose slice is empty.
+"""Replacements for ops that reject empty tensors (convolutions, pooling, norms), on empty slices.
 
     before    conv1d(x, weight)                               weight f32[0,3,3]: rejected by PyTorch
     after     slice(conv1d(x, pad(weight)), 1, 0, 0)          f32[2,0,7]
 
-The op runs on zeros, which are then sliced off its result. A constant empty result would be simpler, but the operands
-must stay in the graph: other ranks wait for their collectives, forward and backward.
+The op runs on zeros, which are then sliced off its result. A constant empty result would be
+simpler, but the operands must stay in the graph: other ranks wait for their collectives, forward
+and backward.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def cut_to_empty(x: Traced, dim: int) -> Traced:
 
 
 def padded_if_empty(call: Call) -> LocalFn:
-    """Returns a replacement that runs the op itself; on a rank whose slice is empty it runs on zeros."""
+    """Returns a replacement that runs the op itself, but on zeros if the rank's slice is empty."""
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced | list[Traced]:
         axis = ctx.choice.axes[0][0]
@@ -64,12 +65,12 @@ class Anywhere(TypedDict):
 
 
 def anywhere(call: Call) -> Anywhere:
-    """Returns the options of a row whose op runs on slices as it is, of dynamic sizes too, unless they are empty."""
+    """Returns options for an op that runs unchanged on slices of any size; empty ones are padded."""
     return {"local": {"*": padded_if_empty(call)}, "any_size": "*"}
 
 
 def _width(ctx: Local, axis: str, dim: Dim) -> Size:
-    """Returns how many elements of a dim belong to one of an axis: the product of the axes merged with it."""
+    """Returns the elements of a dim per element of a factor: the product of factors merged with it."""
     return math.prod(ctx.row.sizes[a] for term in dim if axis in term for a in term if a != axis)
 
 

@@ -1,6 +1,6 @@
-"""Rows at the ranks that have their experts: the axes of rows and of experts are split together.
+"""Rows at the ranks of their experts: the factors of rows and of experts are split together.
 
-What a rank then has of the rows' axis is no slice of it: as many rows as there are for its own experts.
+A rank's rows are then not a slice of all rows: it has however many rows belong to its own experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchshard.rules.registry import Call, rule
 
 aten, ops = torch.ops.aten, torch.ops.torchshard
 TOGETHER = ("n", "e")
-"""The axes of rows and of experts, in rows of products at the experts."""
+"""The factors of tensor rows and of experts, in the sharding rows of products at the experts."""
 
 
 @rule(EXPERT_COUNTS)
@@ -27,7 +27,7 @@ def expert_counts(call: Call) -> Row:
     def local(ctx: Local, ends: Traced, ranks: Argument) -> tuple[Traced, Traced, Traced]:
         before = aten.cat.default([aten.new_zeros.default(ends, [1]), aten.slice.Tensor(ends, 0, 0, -1)])
         sent = aten._to_copy.default(aten.sub.Tensor(ends, before), dtype=torch.int64)
-        rows, columns = (0, [ranks, 1]), (1, [experts, 1])  # one row of each rank
+        rows, columns = (0, [ranks, 1]), (1, [experts, 1])  # one table row per rank
         table = ops.all_to_all.default(aten.unsqueeze.default(sent, 0), *rows, *columns, ctx.group)
         received = aten.clone.default(aten.t.default(table), memory_format=torch.contiguous_format)
         own_ends = aten.cumsum.default(aten.sum.dim_IntList(received, [1]), 0)

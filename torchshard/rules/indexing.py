@@ -1,7 +1,7 @@
 """Look-ups and writes by index.
 
-If a table is split along the axis that is looked up, each rank returns the rows that it holds and zeros elsewhere, so
-that the result is Partial.
+If a table is split along the looked-up dim, each rank returns its own rows and zeros elsewhere, so
+the result is Partial.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ aten = torch.ops.aten
 
 
 def own_index(ctx: Local, axis: str, index: Traced, exempt: Traced | None = None) -> tuple[Traced, Traced]:
-    """Returns a global index as (this rank's index, mask of the indices that other ranks hold).
+    """Returns a global index as (this rank's index, mask of the indices that belong to other ranks).
 
-    Masked indices are 0, so that they can be looked up; the caller masks the values.
+    Masked indices are 0, so they are valid for a look-up; the caller masks the values.
 
     Args:
-        exempt: a mask of indices that may be out of range, such as ignored labels. Any other index out of range is an
-            error, as in the unsharded op; the masks would hide it.
+        exempt: a mask of indices that may be out of range, such as ignored labels. Any other index
+            out of range is an error, as in the unsharded op; the masks would hide it.
     """
     valid = aten.logical_and.default(aten.ge.Scalar(index, 0), aten.lt.Scalar(index, ctx.row.sizes[axis]))
     valid = valid if exempt is None else aten.logical_or.default(valid, exempt)
@@ -35,7 +35,7 @@ def own_index(ctx: Local, axis: str, index: Traced, exempt: Traced | None = None
 
 
 def nonempty(ctx: Local, axis: str, table: Traced, dim: int, ndim: int) -> Traced:
-    """Returns the table, or one row of zeros if this rank holds no rows; all its look-ups are masked then."""
+    """Returns the table, or one row of zeros if this rank's is empty: it masks all its look-ups."""
     return table if ctx.size(axis) else append_zeros(table, dim, ndim)
 
 
@@ -43,7 +43,7 @@ def nonempty(ctx: Local, axis: str, table: Traced, dim: int, ndim: int) -> Trace
 def embedding(call: Call) -> Row:
     """`f32[97,16], i64[2,8] -> f32[2,8,16]     v e, a b -> a b e`; splitting v masks the look-up and gives P.
 
-    A gradient that is scaled by frequency counts all indices, so that only e is splittable then.
+    A gradient scaled by frequency counts all indices, so only e is splittable then.
     """
     names = letters(len(call["indices"].shape), used="ve")
     if call["scale_grad_by_freq"]:
@@ -52,7 +52,7 @@ def embedding(call: Call) -> Row:
 
     def local(ctx: Local, weight: Traced, indices: Traced, padding_idx: int = -1, *flags: Argument) -> Traced:
         index, outside = own_index(ctx, "v", indices)
-        # the padding row gets no gradient; on other ranks no row is the padding row
+        # the padding row gets no gradient; other ranks have no padding row
         own_padding = padding_idx - ctx.start("v") if padding_idx >= 0 else -1
         own_padding = own_padding if 0 <= own_padding < ctx.size("v") else -1
         rows = aten.embedding.default(nonempty(ctx, "v", weight, 0, 2), index, own_padding)
@@ -66,7 +66,7 @@ def embedding_bag(call: Call) -> Row:
     """`f32[97,16], i64[8], i64[2] -> f32[2,16], ...     !v e, !i0, !i1 -> !r0 e, ...`: a rank sums whole bags."""
     others = [[f"!i{j}{k}" for k in range(len(t.shape))] for j, t in enumerate(call.tensors[1:])]
     rest = [[f"!r{j}{k}" for k in range(len(r.shape))] for j, r in enumerate(call.results[1:])]
-    if call["mode"] == MAX_OF_BAG:  # the last result has the position of the largest element for each column
+    if call["mode"] == MAX_OF_BAG:  # the last result has the largest element's position for each column
         rest[-1][-1] = "e"
     return call.row(f"{spaced(['!v', 'e'], *others)} -> {spaced(['!r', 'e'], *rest)}", reduced={"e"})
 
@@ -101,7 +101,8 @@ def gather(call: Call) -> Row | None:
     if not ndim or len(index) != ndim:
         return None
     names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
-    # gather reads only the first elements of a dim in which the index is smaller, so that dim is not the same axis
+    # gather reads only the first elements of a dim where the index is smaller, so the two dims are
+    # different factors
     smaller = [a != b for a, b in zip(x, index, strict=True)]
     left = [f"!{n}" if s else n for n, s in zip(names, smaller, strict=True)]
     right = [f"!{n}y" if s else n for n, s in zip(names, smaller, strict=True)]
@@ -141,8 +142,8 @@ def index_write(call: Call) -> Row | None:
 def scatter(call: Call) -> Row | None:
     """`f32[2,5], i64[2,3], f32[2,3] -> f32[2,5]     a !v, a !i, a !i -> a !v`.
 
-    If the index is smaller than the other tensors in a dim, scatter uses only their first elements there. A rank would
-    take the first elements of its slice, so such dims are unsplittable.
+    If the index is smaller than the other tensors in a dim, scatter uses only their first elements
+    there. A rank would use the first elements of its slice, so such dims are unsplittable.
     """
     tensors = [t.shape for t in call.tensors]
     ndim, dim = len(tensors[0]), positive(call["dim"], len(tensors[0]))
@@ -183,7 +184,7 @@ def searchsorted(call: Call) -> Row | None:
 def index(call: Call) -> Row | None:
     """`f32[2,8,4], i64[3] at dim 1 -> f32[2,3,4]     a !b c, x0 -> a x0 c`."""
     x, indices = call["self"].shape, call["indices"]
-    # a mask selects a number of elements that is known at the call only
+    # a mask selects a number of elements that is known only at the call
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
     names = letters(len(x), used="x")
@@ -199,9 +200,9 @@ def index(call: Call) -> Row | None:
 
 
 def _first_index_dim(indexed: list[int]) -> int:
-    """Returns where the dims of the indices begin in the result.
+    """Returns the position of the indices' dims in the result.
 
-    PyTorch, as numpy, puts them in place of the indexed dims, or in front if those are not adjacent.
+    Like numpy, PyTorch puts them at the indexed dims, or in front if those are not adjacent.
     """
     return indexed[0] if indexed == list(range(indexed[0], indexed[-1] + 1)) else 0
 

@@ -1,4 +1,4 @@
-"""Matrix products. An axis that only the operands have is summed, so splitting it is row parallel."""
+"""Matrix products. A factor in operands only is summed, so splitting it is row parallel."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BOTH = ({0}, {1})
 GROUPED = (aten._grouped_mm.default, GROUPED_MM, "transformers.grouped_mm_fallback.default")
 """Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
 ALIGNED_BYTES = 16
-"""So many bytes at a multiple of as many PyTorch's own op reads of each row."""
+"""The alignment, in bytes, at which PyTorch's own op reads each row."""
 _IS_GROUPED: Mapping[OpKey, bool] = dict.fromkeys(GROUPED, True)
 
 
 def is_grouped(target: Target | str) -> bool:
-    """Whether an op is one of these."""
+    """Returns whether an op is in GROUPED."""
     return entry(_IS_GROUPED, target) or False
 
 
@@ -47,7 +47,10 @@ def linear(call: Call) -> Row:
 
 @rule(aten.bilinear.default)
 def bilinear(call: Call) -> Row:
-    """`f32[2,8], f32[2,16], f32[4,8,16] -> f32[2,4]     ... i, ... j, n i j -> ... n`; with a bias as `linear`."""
+    """`f32[2,8], f32[2,16], f32[4,8,16] -> f32[2,4]     ... i, ... j, n i j -> ... n`.
+
+    With a bias i and j are unsplittable: each rank would add the whole bias to its partial sum.
+    """
     if call["bias"] is not None:
         return call.row("... !i, ... !j, n !i !j, n -> ... n")
     return call.row("... i, ... j, n i j -> ... n", linear=({0}, {1}, {2}))
@@ -56,7 +59,7 @@ def bilinear(call: Call) -> Row:
 @rule(aten.matmul.default)
 def matmul(call: Call) -> Row:
     """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`; batch dims are broadcast."""
-    # as in numpy, a vector operand has no m, or no n
+    # as in numpy, a vector operand lacks m or n
     a, b = (t.shape for t in call.tensors)
     lead = letters(max(len(a), len(b), 2) - 2, used="kmn")
     batch = call.results[0].shape[: len(lead)]
@@ -68,11 +71,11 @@ def matmul(call: Call) -> Row:
 
 @rule(*GROUPED)
 def grouped_mm(call: Call) -> Row | None:
-    """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: each group of rows has its own matrix.
+    """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: a matrix per group of rows.
 
-    The rows of a group are contiguous and end at its offset. If e is split, a rank multiplies the rows of its own
-    groups and returns zeros for the others. PyTorch's own op reads 16 bytes at once, so rows of any operand and of the
-    result have a multiple of that.
+    The rows of a group are contiguous and end at its offset. If e is split, a rank multiplies its
+    own groups' rows and returns zeros for the others. PyTorch's own op reads 16 bytes at once, so
+    row sizes of operands and of the result must be multiples of 16 bytes.
     """
     if len(call.tensors) != 3 or [len(t.shape) for t in call.tensors] != [2, 3, 1]:
         return None
@@ -85,8 +88,8 @@ def grouped_mm(call: Call) -> Row | None:
         zero = aten.new_zeros.default(offs, [1])
         start = aten.slice.Tensor(offs, 0, first - 1, first) if first else zero
         own_offs = aten.sub.Tensor(aten.slice.Tensor(offs, 0, first, first + count), start) if count else zero
-        # the op wants its groups from row 0 on, and offsets are known at the call only: rotate the rows, and mask those
-        # of other ranks' groups, instead of slicing by a size that depends on data
+        # the op requires its groups from row 0 on, and offsets are known only at the call: rotate
+        # the rows, and mask other ranks' groups, instead of slicing by a data-dependent size
         is_own = aten.unsqueeze.default(aten.lt.Tensor(row_index, aten.slice.Tensor(own_offs, 0, -1)), 1)
         rotated = aten.index.Tensor(x, [aten.remainder.Scalar(aten.add.Tensor(row_index, start), rows)])
         rotated = aten.masked_fill.Scalar(rotated, aten.logical_not.default(is_own), 0.0)
@@ -102,28 +105,28 @@ def grouped_mm(call: Call) -> Row | None:
 
 @rule(aten.einsum.default)
 def einsum(call: Call) -> Row | None:
-    """`einsum("bqd,bkd->bqk", x, y)     b q d, b k d -> b q k`: the equation is a row already."""
+    """`einsum("bqd,bkd->bqk", x, y)     b q d, b k d -> b q k`: the equation is already a row."""
     operands, right = _equation(call)
     if any(len(set(o)) != len(o) for o in operands):
         return None  # a diagonal
     shapes = [t.shape for t in call.tensors]
     sizes = {pair for axes, shape in zip(operands, shapes, strict=True) for pair in zip(axes, shape, strict=True)}
     broadcast_axes = {axis for axis, size in sizes if size == 1} & {axis for axis, size in sizes if size != 1}
-    if broadcast_axes:  # in a row the same letter has one size
+    if broadcast_axes:  # a row can't express it: the same letter has one size
         return None
     linear = [{i} for i in range(len(operands))]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=linear)
 
 
 def _equation(call: Call) -> tuple[list[list[str]], list[str]]:
-    """Returns the axes of each operand and of the result, with `...` and an implicit result spelled out."""
+    """Returns all operands' and the result's factors, with `...` and an implicit result spelled out."""
     left, arrow, right = str(call["equation"]).replace(" ", "").partition("->")
     terms, ndims = left.split(","), [len(t.shape) for t in call.tensors]
     names = left.replace(",", "").replace(".", "")
     named_dims = [len(term.replace("...", "")) for term in terms]
     hidden = [n - named if "..." in t else 0 for t, n, named in zip(terms, ndims, named_dims, strict=True)]
     lead = letters(max(hidden), used=names)
-    if not arrow:  # einsum's implicit result: the axes that occur once, in alphabetical order
+    if not arrow:  # einsum's implicit result: letters that occur once, in alphabetical order
         right = "..." * any(hidden) + "".join(sorted(name for name in set(names) if names.count(name) == 1))
 
     def axes(term: str, count: int) -> list[str]:

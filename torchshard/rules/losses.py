@@ -1,9 +1,9 @@
 """Losses. A mean divides the ranks' sums by the global count.
 
-Cross entropy over a split vocabulary never gathers the logits. As Megatron's `vocab_parallel_cross_entropy`, it
-all-reduces the largest logit of each row, then in one all-reduce the sum of exponentials, the target's logit, and the
-sums that label smoothing and class weights need. Unlike Megatron's it supports class weights, `ignore_index` and every
-reduction.
+Cross entropy over a split vocabulary never gathers the logits. Like Megatron's
+`vocab_parallel_cross_entropy`, it all-reduces the largest logit of each row, then in one all-reduce
+the sum of exponentials, the target's logit, and the sums for label smoothing and class weights.
+Unlike Megatron's it supports class weights, `ignore_index` and every reduction.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def elementwise_loss(call: Call) -> Row | None:
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         bound = call.bound((x, *args), kwargs)
-        # the op would return its sum in half precision, in which it may overflow before it is divided
+        # the op would return its sum in half precision, which may overflow before the division
         is_half = acc_dtype(dtype) != dtype
         total = _summed(call, bound) if is_half else call.target(**bound | {"reduction": SUM})
         return averaged(ctx, call, total, x, range(len(shape)))
@@ -59,7 +59,7 @@ def cross_entropy(call: Call) -> Row | None:
     if call["target"].dtype.is_floating_point:
         return _with_probabilities(call)
     local = _over_batch(call)
-    # of all sums over classes the replacement takes care itself (`reduced`), so that the loss is Invariant
+    # the replacement itself sums over the classes (`reduced`), so the loss is Invariant
     return call.row(
         _class_row(call, "v"),
         local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,
@@ -78,7 +78,8 @@ def nll_loss(call: Call) -> Row:
 def ctc(call: Call) -> Row | None:
     """`f32[50,16,20], i64[16,30], i64[16], i64[16] -> f32[16]     !t n !v, n !s, n, n -> n`.
 
-    Targets that are joined in one dim can't be split: a sequence's depend on the lengths of those before it.
+    Targets that are joined in one dim can't be split: the start of a sequence's targets depends on
+    the earlier lengths.
     """
     if len(call["targets"].shape) != 2:
         return None
@@ -92,15 +93,15 @@ def _batch_axes(call: Call) -> list[str]:
 
 
 def _class_row(call: Call, classes: str) -> str:
-    """Returns the text of a row of scores, targets, and perhaps weights of the classes."""
+    """Returns the text of a row with scores, targets, and weights of the classes if given."""
     batch, weight = _batch_axes(call), call["weight"]
     operands = [[*batch[:1], classes, *batch[1:]], batch, *([[classes]] if weight is not None else [])]
-    # PyTorch gives losses of dynamic sizes no dim on the meta device, whatever the reduction
+    # on the meta device, PyTorch's losses of dynamic sizes are scalars whatever the reduction
     return f"{spaced(*operands)} -> {spaced(batch if call.results[0].shape else [])}"
 
 
 def _over_batch(call: Call) -> dict[str, LocalFn]:
-    """Returns the replacements for a split batch: a mean divides by the count of all ranks."""
+    """Returns the replacements for a split batch: a mean divides by the count over all ranks."""
     if call["reduction"] != MEAN:
         return {}
 
@@ -108,7 +109,8 @@ def _over_batch(call: Call) -> dict[str, LocalFn]:
         bound = call.bound(args, kwargs)
         counted = scale = aten.ne.Scalar(bound["target"], call["ignore_index"])
         if bound.get("weight") is not None:
-            # an ignored target may be no index of a class, so it looks up class 0, which is then not counted
+            # an ignored target may not be the index of a class, so it looks up class 0, which is
+            # not counted
             weights = aten.index.Tensor(bound["weight"], [aten.mul.Tensor(bound["target"], counted)])
             scale = aten.mul.Tensor(aten.detach.default(weights), counted)
         total = _summed(call, bound)
@@ -120,7 +122,7 @@ def _over_batch(call: Call) -> dict[str, LocalFn]:
 
 
 def _summed(call: Call, bound: Mapping[str, Argument]) -> Traced:
-    """Returns the sum of the op's losses on this rank, in the dtype that sums are accumulated in."""
+    """Returns the sum of the op's losses on this rank, in the dtype of accumulation."""
     losses = call.target(**{**bound, "reduction": NONE})
     return aten.sum.dim_IntList(losses, None, dtype=acc_dtype(call.results[0].dtype))
 
@@ -151,14 +153,14 @@ def _split_cross_entropy(
     *,
     dtype: torch.dtype,
 ) -> Traced:
-    """The replacement of a cross entropy over split classes; its parameters are those of the op."""
+    """The replacement of a cross entropy over split classes, with the op's parameters."""
     ndim = len(ctx.row.operands[0])
     dim = 1 if ndim > 1 else 0
     highest = row_max(ctx, logits, dim, "v")
     shifted = aten.sub.Tensor(logits, highest)
     ignored = aten.unsqueeze.default(aten.eq.Scalar(target, ignore_index), dim)
     index, outside = own_index(ctx, "v", aten.unsqueeze.default(target, dim), ignored)
-    index = aten.expand_as.default(index, highest)  # where sizes are dynamic, only the ops say that they are equal
+    index = aten.expand_as.default(index, highest)  # dynamic sizes are known to be equal only through ops
 
     def at_target(table: Traced) -> Traced:
         values = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)
@@ -167,7 +169,8 @@ def _split_cross_entropy(
     def summed(x: Traced) -> Traced:
         return aten.sum.dim_IntList(x, [dim], True, dtype=acc_dtype(dtype))
 
-    # all numbers that are summed over the ranks are columns of one tensor, for one all-reduce
+    # all numbers that are summed over the ranks are columns of one tensor, so one all-reduce
+    # suffices
     spread = None if weight is None else aten.reshape.default(weight, [-1] + [1] * (ndim - 1 - dim))
     columns = [summed(aten.exp.default(shifted)), at_target(shifted)]
     if weight is not None:
@@ -189,8 +192,9 @@ def _row_losses(
     """Returns the loss and the weight of each row from the sums over all classes.
 
     Args:
-        sums: of the exponentials, of the logit at the target; if weighted, of the weight at the target; if smoothed,
-            of the (weighted) logits; and if both, of the weights.
+        sums: the sums of the exponentials and of the logit at the target; if weighted, of the
+            weight at the target; if smoothed, of the (weighted) logits; and if both, of the
+            weights.
     """
     norm = aten.log.default(sums[0])
     scale = sums[2] if weighted else aten.ones_like.default(norm)

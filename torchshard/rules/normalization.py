@@ -1,7 +1,8 @@
 """Softmax and norms.
 
-Dims over which no statistics are computed split freely. Softmax, layer norm and RMS norm may also split the others:
-their replacements all-reduce one or two numbers per row. Group, batch and instance norm may not.
+Dims without statistics split freely. Softmax, layer norm and RMS norm may also split the dims of
+their statistics: the replacements all-reduce one or two numbers per row. Group, batch and instance
+norm may not.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ ops = torch.ops.torchshard
 
 
 def _split_softmax(call: Call, ndim: int) -> LocalFn:
-    """Returns the replacement of a softmax over a split dim: two all-reduces, of the largest value and of the sum."""
+    """Returns a replacement of softmax over a split dim, which all-reduces largest values and sums."""
     dim, is_log, result = positive(call["dim"], ndim), "log_softmax" in str(call.target), call.results[0].dtype
 
     def local(ctx: Local, x: Traced, _dim: int, dtype: torch.dtype | bool | None = None) -> Traced:
-        # `_softmax` has a flag, half_to_float, in place of the dtype
+        # `_softmax` has a flag, half_to_float, instead of the dtype
         x = aten.to.dtype(x, dtype) if isinstance(dtype, torch.dtype) else x
         largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
         shifted = aten.sub.Tensor(x, largest)
@@ -41,9 +42,9 @@ def _split_softmax(call: Call, ndim: int) -> LocalFn:
 
 
 def row_max(ctx: Local, x: Traced, dim: int, axis: str) -> Traced:
-    """Returns the largest value along a split dim over all ranks, with the dim kept, without a gradient.
+    """Returns the largest value over all ranks along a split dim, with the dim kept and no gradient.
 
-    Softmax and logsumexp subtract it for numerical range only: it cancels, so its gradient is zero.
+    Softmax and logsumexp subtract it only for numerical range: it cancels, so its gradient is zero.
     """
     x = aten.detach.default(x)
     if ctx.size(axis) == 0:  # amax rejects empty dims
@@ -79,7 +80,7 @@ def logsumexp(call: Call) -> Row:
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         largest = row_max(ctx, x, dim, axis)
-        # inf - inf is nan: a row of -inf only (a fully masked one) must give -inf
+        # inf - inf is nan, but a row of only -inf (a fully masked one) must give -inf
         largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
         raised = aten.exp.default(aten.sub.Tensor(x, largest))
         total = ops.reduce.default(aten.sum.dim_IntList(raised, [dim], True, dtype=acc_dtype(dtype)), ctx.group)
@@ -95,7 +96,8 @@ def layer_norm(call: Call) -> Row:
     ndim, normed = len(call.tensors[0].shape), len(call["normalized_shape"])
     names = letters(ndim)
     rows, own = names[: ndim - normed], names[ndim - normed :]
-    # for halves without an eps it depends on the kernel which dtype's eps PyTorch takes
+    # for half precision without an eps, PyTorch's kernels differ in the dtype that gives the
+    # default eps
     unknown_eps = call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)
     normal = unsplittable(own, range(normed)) if unknown_eps else own
     operands = [[*rows, *normal], *([normal] * (len(call.tensors) - 1))]
@@ -103,7 +105,7 @@ def layer_norm(call: Call) -> Row:
 
 
 def _split_norm(call: Call) -> LocalFn:
-    """Returns a replacement that uses the mean and variance of all ranks' elements; halves are computed in float32."""
+    """Returns a replacement with all ranks' mean and variance, in float32 for half precision."""
     dtype, shape = call.results[0].dtype, call["normalized_shape"]
     dims, count = [d - len(shape) for d in range(len(shape))], math.prod(shape)
 
@@ -162,13 +164,13 @@ _TRAINING: Mapping[Target, Literal["training", "use_input_stats"]] = {
     aten.native_batch_norm.default: "training",
     aten.instance_norm.default: "use_input_stats",
 }
-"""Norm -> the argument that says whether it updates its running statistics; the schemas do not say that it writes."""
+"""Norm -> its argument for updating the running statistics, a write that the schemas do not declare."""
 
 
 def writes_statistics(target: Target | str, args: Mapping[str, Argument]) -> bool:
-    """Returns whether an op updates running statistics, so that it must run though its result may be unused.
+    """Returns whether an op updates running statistics, so it must run even if its result is unused.
 
-    torch.fx and torch.export rely on the schema, by which these ops are pure.
+    torch.fx and torch.export rely on the schema, which declares these ops pure.
     """
     if isinstance(target, str) or target not in _TRAINING:
         return False
@@ -179,8 +181,8 @@ def writes_statistics(target: Target | str, args: Mapping[str, Argument]) -> boo
 def batch_norm(call: Call) -> Row | None:
     """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes to its buffers.
 
-    An instance norm normalizes each sample by itself, so n is splittable; but the running statistics that it writes are
-    those of all samples.
+    An instance norm normalizes each sample by itself, so n is splittable, unless it writes running
+    statistics, which span all samples.
     """
     shape = call.tensors[0].shape
     if len(shape) < 2:
@@ -189,7 +191,7 @@ def batch_norm(call: Call) -> Row | None:
     training = bool(call[_TRAINING[call.target]])
     present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
-    # in training the statistics are computed over samples and space, in eval mode they are constants
+    # in training the statistics span samples and space; in eval mode they are constants
     space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
     names = ["!n" if written or (training and not instance) else "n", "c", *space]
     if len(call.results) > 1:  # native_batch_norm
@@ -216,7 +218,7 @@ def native_layer_norm(call: Call) -> Row:
 
 
 def _with_statistics(call: Call, present: int, written: list[int]) -> Row:
-    """Returns the row of a batch norm that also returns its statistics: all axes are unsplittable."""
+    """Returns the row of a batch norm that also returns its statistics: it can't be split."""
     operands = [[f"!{name}" for name in letters(len(call.tensors[0].shape))], *([["!x"]] * present)]
     saved = [[f"!e{i}{j}" for j in range(len(r.shape))] for i, r in enumerate(call.results[1:])]
     return call.row(f"{spaced(*operands)} -> {spaced(operands[0], *saved)}", mutates=written)

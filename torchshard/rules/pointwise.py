@@ -1,4 +1,4 @@
-"""Pointwise ops: one rule for all ops that PyTorch tags as `pointwise`, and for some that it forgot to tag."""
+"""Pointwise ops: one rule for all ops with PyTorch's tag `pointwise`, and for some without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 rule(CARRY, row="... -> ...")
 
 JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self, WITH_VALUE}
-"""Ops linear in all operands (but a condition) jointly: Partial + Partial is Partial, Partial + Replicate is not."""
+"""Ops linear in all operands (except a condition) jointly: P + P is P, but P + R is not."""
 EACH = {aten.mul.Tensor}
 """Ops linear in each operand."""
 FIRST = {aten.neg.default, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
@@ -30,7 +30,7 @@ SAME = (
     aten.detach_.default,
     aten.lift_fresh_copy.default,
 )
-"""Ops that return their operand, element for element."""
+"""Ops that return their operand element for element."""
 CASTS = (
     aten.to.dtype,
     aten.to.device,
@@ -73,7 +73,7 @@ def _linear(call: Call) -> list[set[int]]:
     n = len(call.tensors)
     if call.target is aten.where.self:
         return [{1, 2}] if n == 3 else []
-    if call.target in JOINTLY:  # with a number for the second operand, each rank would add it to its partial sum
+    if call.target in JOINTLY:  # if the second operand is a number, each rank would add it to its partial sum
         return [{0, 1}] if n == 2 else []
     if call.target in EACH:
         return [{i} for i in range(n)]
@@ -90,7 +90,7 @@ def same(call: Call) -> Row:
 
 @rule(*CASTS, *_LIKE)
 def same_shape(call: Call) -> Row:
-    """`f32[2,8] -> bf16[2,8]     ... -> ...`; not linear, because a cast of partial sums is not the cast of the sum."""
+    """`f32[2,8] -> bf16[2,8]     ... -> ...`; not linear: a cast of partial sums is not the cast of the sum."""
     names = letters(len(call.results[0].shape))
     whole = call.tensors[0].shape
     # type_as(x, other) reads only the dtype of its second operand, which may have any shape
@@ -102,16 +102,16 @@ def same_shape(call: Call) -> Row:
 
 @rule(aten.copy_.default, STORE)
 def copy_(call: Call) -> Row:
-    """`f32[8], f32[8] -> f32[8]     a, a -> a`: the buffer keeps its layout, so the value is converted to it.
+    """`f32[8], f32[8] -> f32[8]     a, a -> a`: the buffer keeps its layout; the value is converted to it.
 
-    `store`, which writes to parameters, has no result: `a, a ->`.
+    `store` writes to parameters and returns nothing: `a, a ->`.
     """
     names = spaced(letters(len(call.tensors[0].shape)))
     return call.row(f"{names}, {names} -> {names if call.results else ''}", mutates={0})
 
 
 def is_pointwise(target: Target | str) -> bool:
-    """Returns whether PyTorch tags the op as pointwise, and it draws no random numbers and writes to no operand."""
+    """Returns whether the op has PyTorch's tag `pointwise`, without random numbers or writes."""
     if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:

@@ -1,8 +1,8 @@
 """Random ops, which give exactly the unsharded model's numbers on any number of ranks.
 
-The ranks of a group share one RNG state. Each rank draws the whole mask, as the unsharded model does, and keeps its
-slice. So the masks are equal bit for bit, and after each op every rank has the RNG state that the unsharded model has.
-The price is that every rank draws the whole mask.
+The ranks of a group share one RNG state. Each rank draws the full mask, as the unsharded model
+does, and keeps its slice. So the masks are equal bit for bit, and after each op every rank has the
+unsharded model's RNG state. The price is that every rank draws the full mask.
 """
 
 from __future__ import annotations
@@ -32,31 +32,32 @@ def is_random(target: Target | str) -> bool:
 BY_ELEMENT = frozenset([
     aten.dropout.default, aten.bernoulli.p, aten.alpha_dropout.default,
 ])  # fmt: skip
-"""Ops that draw one number per element of their first operand, in the order of its memory. Graphs make that operand
-contiguous, so that the order is that of the indices on every rank."""
+"""Ops that draw one number per element of their first operand, in memory order. Graphs make that
+operand contiguous, so memory order is index order on every rank."""
 
 
 def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
-    """Applies dropout to this rank's slice `x`, by its slice of the whole mask.
+    """Applies dropout to this rank's slice `x`, with its slice of the full mask.
 
     Args:
-        x: split in the same dim as the op's result.
+        x: split along the same dim as the op's result.
     """
     layout = ctx.choice.results[0]
     if not isinstance(layout, Shard):
         return aten.dropout.default(x, p, True)
     dim, own = layout.dim, [aten.sym_size.int(x, i) for i in range(ndim)]
     if layout.repeated:
-        # how often the parts repeat is known at the call only, so that the mask has a dim of repetitions before its
-        # dim of parts
+        # the number of repetitions is known only at the call, so the mask has a dim of repetitions
+        # before its dim of parts
         parts = layout.parts or ()
         whole: list[Size] = [own[dim] // local_size(parts, ctx.rank, ctx.world), parts_size(parts)]
     elif isinstance(ctx.whole_shape()[dim], int):
         whole = [ctx.whole_shape()[dim]]
         parts = parts_of(whole[0], layout)
     else:
-        whole, parts = [ctx.world, own[dim]], ()  # a dim of ranks before that of their slices
-    # dropout of ones is the mask with its scale, from the same draws as dropout of the whole value
+        whole, parts = [ctx.world, own[dim]], ()  # a dim of ranks before the dim of their slices
+    # dropout of ones is the mask with its scale; it draws the same numbers as dropout of the full
+    # value
     mask = aten.dropout.default(aten.new_ones.default(x, [*own[:dim], *whole, *own[dim + 1 :]]), p, True)
     if parts:
         part = _own_part(ctx, mask, dim + len(whole) - 1, parts)
@@ -66,9 +67,9 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
 
 
 def _own_part(ctx: Local, mask: Traced, dim: int, parts: Sequence[Part]) -> Traced:
-    """Returns this rank's slice of a whole mask, of which a dim is split in these parts.
+    """Returns this rank's slice of a full mask with a dim split into these parts.
 
-    It has memory of its own: backward would keep the whole mask for a view of it.
+    It has memory of its own: for a view, backward would keep the full mask.
     """
     pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
     return aten.clone.default(pieces[0]) if len(pieces) == 1 else aten.cat.default(pieces, dim)
@@ -94,7 +95,7 @@ def feature_dropout(call: Call) -> Row:
     def local(ctx: Local, x: Traced, p: float, train: bool) -> Traced:
         whole = [s if isinstance(s, int) else aten.sym_size.int(x, d) for d, s in enumerate(ctx.whole_shape()[:2])]
         mask = aten.feature_dropout.default(aten.new_ones.default(x, whole + [1] * (ndim - 2)), p, True)
-        # the mask has size one in the dims of a channel, so that it fits a slice of those as it is
+        # the mask has size one in a channel's dims, so it fits any slice of those unchanged
         axis = ctx.choice.axes[0][0]
         dim = names.index(axis)
         return aten.mul.Tensor(x, mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(axis) or ()))
@@ -105,7 +106,7 @@ def feature_dropout(call: Call) -> Row:
 
 @rule(aten.bernoulli.default)
 def bernoulli(call: Call) -> Row:
-    """`f32[2,8] -> f32[2,8]     !a !b -> !a !b`: the operand holds the probabilities, so all ranks draw all."""
+    """`f32[2,8] -> f32[2,8]     !a !b -> !a !b`: the operand has the probabilities, so all ranks draw all."""
     ndim = len(call.tensors[0].shape)
     names = unsplittable(letters(ndim), range(ndim))
     return call.row(f"{spaced(names)} -> {spaced(names)}")

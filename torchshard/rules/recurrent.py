@@ -1,6 +1,6 @@
 """The rule of recurrent layers: hidden units are split, each with all of its gates.
 
-What a rank then computes is in `custom_ops.recurrent`.
+`custom_ops.recurrent` defines a rank's computation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ def recurrent(call: Call) -> Row | None:
 
     `!t n !i, !l n h, (!g h) !i, (!g h) !j -> !t n h, !l n h`     g=3
 
-    There is no row if cuDNN draws the dropout, whose RNG a rank can't follow; with projections (`proj_size`); or under
-    autocast, which casts inside PyTorch's kernel, at other places than the steps of a split layer would.
+    The rule returns None if cuDNN draws the dropout, because a rank can't follow cuDNN's RNG; with
+    projections (`proj_size`); and under autocast, which casts inside PyTorch's kernel, not where
+    the steps of a split layer would.
     """
     target = cast(RecurrentCall, call.target)
     recurrence, params = RECURRENCES[target.function], call["params"]
@@ -36,7 +37,7 @@ def recurrent(call: Call) -> Row | None:
     sizes = {"g": recurrence.gates, "d": 2 if call["bidirectional"] else 1, "h": hidden}
 
     def local(ctx: Local, x: Proxy, *operands: Traced) -> Proxy:
-        """Records one node for the whole call: a call of SplitRecurrent with Proxies would run its steps."""
+        """Records one node for the call: SplitRecurrent called with Proxies would run its steps."""
         split = SplitRecurrent(target.function, ctx.parts("h") or (), group=ctx.group)
         args = target.rebuild((x, *operands))[0]
         return x.tracer.create_proxy("call_function", split, tuple(args), {})

@@ -1,8 +1,8 @@
 """Ops that sum, compare or scan along dims.
 
-A sum over a split dim is Partial, and a mean divides it by the global count. A norm, product, extreme or variance over
-a split dim gathers a few numbers of each rank's slice and combines them on every rank. A scanned or sorted dim is
-unsplittable.
+A sum over a split dim is Partial, and a mean divides it by the global count. A norm, product,
+extreme or variance over a split dim gathers a few numbers from each rank's slice and combines them
+on every rank. A scanned or sorted dim is unsplittable.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ops = torch.ops.torchshard
 
 
 def _reduced(call: Call, dims: Sequence[int], names: list[str]) -> list[str]:
-    """Returns the axes of the result of a reduction over some dims."""
+    """Returns the factors of the result of a reduction over some dims."""
     if call.args.get("keepdim", False):
         return ["1" if i in dims else name for i, name in enumerate(names)]
     return [name for i, name in enumerate(names) if i not in dims]
@@ -49,7 +49,8 @@ def reduction_row(call: Call, dims: Sequence[int], *, splits: bool, **options: U
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c` over dim 1.
 
     Args:
-        splits: whether the reduced dims are splittable, because the results of slices can be combined.
+        splits: whether the reduced dims are splittable, because the slices' results can be
+            combined.
     """
     names = letters(len(call.tensors[0].shape))
     left = names if splits else unsplittable(names, dims)
@@ -83,11 +84,11 @@ def mean(call: Call) -> Row:
 
 
 def averaged(ctx: Local, call: Call, total: Traced, x: Traced, dims: Sequence[int]) -> Traced:
-    """Returns a rank's partial sum of a mean, from its sum.
+    """Returns a rank's partial sum of a mean, computed from its sum.
 
     Args:
         x: the first operand on this rank.
-        dims: the dims that the mean is over.
+        dims: the dims of the mean.
     """
     shape, layout = call.tensors[0].shape, ctx.choice.operands[0]
     count = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
@@ -109,7 +110,8 @@ def averaged(ctx: Local, call: Call, total: Traced, x: Traced, dims: Sequence[in
 def vector_norm(call: Call) -> Row:
     """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the norms of the slices.
 
-    The norm of those norms is the norm of the whole. An order of 0 or less would need another combination.
+    The norm of those norms is the norm of the full tensor. An order of 0 or less would need another
+    combination.
     """
     order = call.args.get("ord", call.args.get("p"))
     dims, order = dims_of(call, "dim", len(call.tensors[0].shape)), 2 if order is None else order
@@ -134,7 +136,7 @@ def _gathered(ctx: Local, own: Traced) -> Traced:
 
 
 def _of_slices(call: Call, dims: Sequence[int], local: LocalFn) -> Row:
-    """Returns the row of a reduction whose replacement gathers the results of the slices."""
+    """Returns the row of a reduction with a replacement that gathers the results of the slices."""
     names = letters(len(call.tensors[0].shape))
     replacements = dict.fromkeys((names[d] for d in dims), local)
     return reduction_row(call, dims, splits=True, local=replacements, reduced=replacements)
@@ -145,7 +147,7 @@ _COMBINE: Mapping[Target, Callable[[Traced], Traced]] = {
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda each: aten.all.dim(each, 0)),
     **dict.fromkeys((aten.prod.default, aten.prod.dim_int), lambda each: aten.prod.dim_int(each, 0)),
 }
-"""Op -> the function that combines the results of the slices, which are along the first dim."""
+"""Op -> the function that combines the slices' results, which are along the first dim."""
 
 
 @rule(*_COMBINE)
@@ -156,7 +158,8 @@ def product(call: Call) -> Row:
         return _COMBINE[call.target](_gathered(ctx, call.target(x, *args, **kwargs)))
 
     shape = call.tensors[0].shape
-    # an empty list means all dims to some of these ops and none to others; the shape of the result tells
+    # some of these ops reduce all dims for an empty list, others none; the result's shape tells
+    # them apart
     reduces_none = call.args.get("dim") == [] and call.results[0].shape == shape
     return _of_slices(call, [] if reduces_none else dims_of(call, "dim", len(shape)), local)
 
@@ -169,19 +172,20 @@ _EXTREMES: Mapping[Target, Target] = {
 
 @rule(*_EXTREMES)
 def extreme(call: Call) -> Row:
-    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the largest of the slices."""
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the largest element of each slice."""
     return _extreme(call, _EXTREMES[call.target], lambda x: x)
 
 
 def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]) -> Row:
     """Returns the row of an op that takes the largest or smallest element.
 
-    All elements that are equal to the result share its gradient, as in PyTorch's amax, and they may be on several
-    ranks. So the replacement computes the gradient's shares itself, and attaches them by `with_value`.
+    All elements equal to the result share its gradient, as in PyTorch's amax, and they may be on
+    several ranks. So the replacement computes the gradient's shares itself, and attaches them by
+    `with_value`.
 
     Args:
         extreme_op: amax or amin, applied to each slice and then to the slices' results.
-        prepare: a function of the operand that is compared in place of it.
+        prepare: a function of the operand; its result is compared instead.
     """
     dims, keep = dims_of(call, "dim", len(call.tensors[0].shape)), bool(call.args.get("keepdim", False))
     dtype = call.results[0].dtype
@@ -191,7 +195,7 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
         constant = aten.detach.default(x)
         if ctx.size(axis):
             own = extreme_op(constant, dims, True)
-        else:  # a placeholder of the right shape, because amax rejects empty dims and the gather needs all ranks
+        else:  # a placeholder of the right shape: amax rejects empty dims, and the gather needs all ranks
             own = aten.sum.dim_IntList(constant, dims, True, dtype=dtype)
         value = extreme_op(_of_nonempty(ctx, axis, _gathered(ctx, own)), [0])
         result = value if keep else aten.squeeze.dims(value, dims)
@@ -206,7 +210,7 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
 
 
 def _of_nonempty(ctx: Local, axis: str, each: Traced) -> Traced:
-    """Selects, from the gathered values of all ranks, those of the ranks whose slice of an axis is not empty."""
+    """Selects, from the gathered values, those from ranks with a nonempty slice of a factor."""
     sizes = ctx.sizes(axis)
     if all(sizes):
         return each
@@ -220,8 +224,8 @@ def _of_nonempty(ctx: Local, axis: str, each: Traced) -> Traced:
 def variance(call: Call) -> Row:
     """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the mean and variance of each slice.
 
-    They are combined pairwise, by the method of Chan, Golub and LeVeque (1983). Unlike the difference of sums of
-    squares it gives equal elements a variance of exactly zero.
+    They are combined pairwise, by the method of Chan, Golub and LeVeque (1983). Unlike the
+    difference of sums of squares, it gives equal elements a variance of exactly zero.
     """
     shape, result = call.tensors[0].shape, call.results[0].dtype
     dims, keep = dims_of(call, "dim", len(shape)), bool(call.args.get("keepdim", False))
@@ -248,7 +252,7 @@ def _combined(ctx: Local, each: Traced, total: int) -> tuple[Traced, Traced]:
 
     Args:
         each: the variance and the mean of each rank's elements.
-        total: the number of elements of all ranks.
+        total: the number of elements on all ranks.
     """
     axis = ctx.choice.axes[0][0]
     others = total // ctx.row.sizes[axis]
@@ -269,7 +273,7 @@ def _combined(ctx: Local, each: Traced, total: int) -> tuple[Traced, Traced]:
 
 
 def _root(x: Traced) -> Traced:
-    """Returns a square root whose gradient at zero is zero and not infinite, as that of PyTorch's std."""
+    """Returns a square root with gradient zero, not infinity, at zero, like PyTorch's std."""
     is_zero = aten.eq.Scalar(x, 0)
     return aten.masked_fill.Scalar(aten.sqrt.default(aten.masked_fill.Scalar(x, is_zero, 1.0)), is_zero, 0.0)
 
@@ -288,11 +292,13 @@ def unsplittable_reduction(call: Call) -> Row:
 def place_of_extreme(call: Call) -> Row:
     """`f32[2,8] -> i64[2]     a b -> a`; splitting b gathers the extreme of each slice and its place, two numbers.
 
-    Of equal elements the first counts, as in PyTorch, and so does the first NaN: ranks hold slices in order.
+    Of equal elements the first counts, as in PyTorch, and so does the first NaN: the ranks' slices
+    are in order.
     """
     ndim, dtype = len(call.tensors[0].shape), call.tensors[0].dtype
     dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
-    # the numbers are sent as float64, which holds every place and every value but large integers
+    # the numbers are sent as float64, which is exact for every place and every value except large
+    # integers
     if call.args.get("dim") is None or not ndim or dtype is torch.int64:
         return reduction_row(call, dims, splits=False)
 
@@ -302,7 +308,7 @@ def place_of_extreme(call: Call) -> Row:
             place = call.target(x, dims[0], True)
             value = aten.gather.default(x, dims[0], place)
             place = aten.add.Tensor(place, ctx.start(axis))
-        else:  # a placeholder of the right shape, because argmax rejects empty dims and the gather needs all ranks
+        else:  # a placeholder of the right shape: argmax rejects empty dims, and the gather needs all ranks
             value = place = aten.sum.dim_IntList(x, dims, True)
         own = aten.stack.default([aten.to.dtype(number, torch.float64) for number in (value, place)])
         each = _of_nonempty(ctx, axis, _gathered(ctx, own))

@@ -1,8 +1,8 @@
-"""The table of rules, and the helpers that rules share.
+"""The table of rules, and helper functions for rules.
 
-A rule is a pure function from a `Call`, an op with its global shapes, to a Row, or to None if it does not support the
-arguments. It sees no graph and no process group, so that a rule can be tested on its own and a user's rule can't depend
-on either.
+A rule is a pure function from a `Call`, an op with its global shapes, to a Row, or to None if it
+does not support the arguments. It sees neither the graph nor the process group, so it can be tested
+on its own, and a user's rule can't depend on either.
 
     @rule(aten.linear.default)
     def linear(call):
@@ -28,7 +28,7 @@ from torchshard.custom_ops.whole import OpKey, entry
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a rule knows of a tensor: `f32[2,8,16]`."""
+    """A tensor's type, as rules see it: `f32[2,8,16]`."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Call:
         return [t for value in self.args.values() for t in _tensors_in(value)]
 
     def bound(self, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> dict[str, Argument]:
-        """Returns the arguments that a replacement is called with, by the names of the op's arguments."""
+        """Returns a replacement's arguments by the names of the op's arguments."""
         return dict(zip(self.args, args, strict=False)) | dict(kwargs)
 
     def row(self, text: str, *, sizes: Mapping[str, Size] | None = None, **options: Unpack[RowKeywords]) -> Row:
@@ -72,26 +72,28 @@ def _tensors_in(value: Argument) -> list[TensorType]:
 
 RuleFn = Callable[[Call], Row | None]
 RULES: dict[OpKey, RuleFn] = {}
-"""Op, or the name of an op whose library may not be installed -> rule."""
+"""Op, or the name of an op in a library that may not be installed -> rule."""
 ROWS: dict[Hashable, Row | None] = {}
-"""A cache of rows by rule and call: most layers of a model repeat the calls of others."""
+"""A cache of rows by rule and call: most layers of a model repeat other layers' calls."""
 
 
 def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]) -> Callable[[RuleFn], RuleFn]:
-    """Registers a rule for ops: a decorator for a function from Call to Row, or with `row=` the text of the row itself.
+    """Registers a rule for ops, as a decorator of a function from Call to Row, or by a row's text.
 
     >>> @rule(torch.ops.aten.relu.default)
     ... def relu(call):
     ...     return call.row("... -> ...")
 
     Args:
-        targets: OpOverloads such as `torch.ops.mylib.scale.default`, or their names, "mylib.scale.default"; or
-            subclasses of `torch.autograd.Function` whose forward and backward are correct on slices.
-        row: the text of the row, if it is the same for all shapes; the op is then registered at once.
+        targets: OpOverloads such as `torch.ops.mylib.scale.default`, or their names,
+            "mylib.scale.default"; or subclasses of `torch.autograd.Function` whose forward and
+            backward are correct on slices.
+        row: the text of the row, if it is the same for all shapes; the op is then registered at
+            once.
         options: fields of `torchshard.core.notation.RowOptions`, with `row=` only.
 
     Raises:
-        RuleError: a target has overloads, of which one is meant; or what is decorated is no function.
+        RuleError: a target is an overload packet, not one overload; or a non-function is decorated.
     """
     for target in targets:
         if isinstance(target, OpOverloadPacket):
@@ -115,23 +117,23 @@ def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]
 
 
 def rule_of(target: Target | str) -> RuleFn | None:
-    """Returns the rule that is registered for an op or its name; for a WholeCall, for its function."""
+    """Returns the rule registered for an op or its name; for a WholeCall, for its function."""
     return entry(RULES, target)
 
 
 def letters(n: int, used: str = "") -> list[str]:
-    """Returns n axis names that are not in `used`."""
+    """Returns n factor names that are not in `used`."""
     names = [*string.ascii_lowercase, *(f"x{i}" for i in range(n))]
     return [name for name in names if name not in used][:n]
 
 
 def positive(dim: int, ndim: int) -> int:
-    """Returns a dim, which may be negative, counted from 0."""
+    """Returns a dim counted from 0; the given dim may be negative."""
     return dim + ndim if dim < 0 else dim
 
 
 def dims_of(call: Call, name: str, ndim: int) -> list[int]:
-    """Returns the dims that an argument names: one, several, or all if it is None or empty."""
+    """Returns the dims in an argument: one, several, or all if it is None or empty."""
     value = call.args.get(name)
     if not ndim:
         return []  # PyTorch accepts dims 0 and -1 for a scalar
@@ -141,10 +143,10 @@ def dims_of(call: Call, name: str, ndim: int) -> list[int]:
 
 
 def broadcast(names: Sequence[str], own: Sequence[Size], whole: Sequence[Size]) -> list[str]:
-    """Returns the axis names of one operand of a broadcast: "1" for each of its dims that is expanded.
+    """Returns one operand's factor names in a broadcast: "1" for each of its dims that is expanded.
 
     Args:
-        names: the axis names of the broadcast shape.
+        names: the factor names of the broadcast shape.
         own: the shape of the operand.
         whole: the broadcast shape.
     """
@@ -153,17 +155,17 @@ def broadcast(names: Sequence[str], own: Sequence[Size], whole: Sequence[Size]) 
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that sums are accumulated in, as in PyTorch's kernels: float32 for half-precision values."""
+    """Returns the dtype in which PyTorch's kernels accumulate sums: float32 for half precision."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def cast(x: Traced, source: torch.dtype, dtype: torch.dtype) -> Traced:
-    """Returns `x`, which has the dtype `source`, in another; adds no op if they are equal."""
+    """Returns `x`, of dtype `source`, in another dtype; adds no op if they are equal."""
     return x if dtype == source else torch.ops.aten.to.dtype(x, dtype)
 
 
 def sum_dtype(call: Call) -> torch.dtype | None:
-    """Returns the dtype for the partial sums of an op: its `dtype` argument, or float32 for half-precision results."""
+    """Returns the dtype of an op's partial sums: its `dtype`, or float32 for half-precision results."""
     result = call.results[0].dtype
     return call.args.get("dtype") if acc_dtype(result) == result else acc_dtype(result)
 

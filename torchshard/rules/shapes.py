@@ -1,7 +1,7 @@
-"""Ops that move elements without computing: all are linear, so a Partial operand gives a Partial result.
+"""Ops that move elements without computing. All are linear: a Partial operand gives Partial results.
 
-The row of a reshape is the common refinement of its two shapes. If a size is an argument of the op, the replacement
-passes this rank's size.
+The row of a reshape is the common refinement of its two shapes. If a size is an argument of the op,
+the replacement passes this rank's size.
 """
 
 from __future__ import annotations
@@ -47,20 +47,21 @@ def _groups(left: Sequence[int], right: Sequence[int]) -> list[tuple[range, rang
 
 
 Refined = tuple[list[list[str]], list[list[str]]]
-"""The axes of each dim, on both sides of a run."""
+"""The factors of each dim, on both sides of a run."""
 
 
 def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
-    """Returns both sides of one run as products of common axes, or None if there are none.
+    """Returns both sides of one run as products of common factors, or None if that is impossible.
 
-    2, 12 -> 8, 3 is a; b c -> a b; c. 6, 4 -> 3, 8 has no common axes.
+    2, 12 -> 8, 3 is a; b c -> a b; c. 6, 4 -> 3, 8 has no common factors.
 
     Args:
-        names: unused axis names; those that are used are removed.
-        sizes: the sizes of the new axes are added.
+        names: unused factor names; used ones are removed.
+        sizes: extended by the sizes of the new factors.
     """
     if len(left) == 1 or len(right) == 1:
-        # a single dim is the product of the other side's dims, also where a size is dynamic and has no factors
+        # a single dim is the product of the other side's dims, even where a dynamic size has no
+        # factors
         many = right if len(left) == 1 else left
         axes = []
         for size in many:
@@ -72,9 +73,9 @@ def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[s
 
 
 def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
-    """Splits off the greatest common factor of the current dims of both sides as an axis, again and again."""
+    """Repeatedly splits off the greatest common factor of both sides' current dims as a factor."""
     axes: Refined = ([[] for _ in left], [[] for _ in right])
-    factors: dict[str, Size] = {}  # added to sizes at the end, for a run without common axes must leave no axis behind
+    factors: dict[str, Size] = {}  # added to sizes only on success: a failed run must leave no factor behind
     i = j = 0
     a, b = left[0], right[0]
     while i < len(left) and j < len(right):
@@ -98,7 +99,7 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
 
 
 def _common_factor(a: Size, b: Size) -> Size:
-    """Returns the greatest common divisor of two products of numbers and dynamic sizes: `s` for `s` and `4*s`."""
+    """Returns the greatest common divisor of products with dynamic sizes: `s` for `s` and `4*s`."""
     if isinstance(a, int) and isinstance(b, int):
         return math.gcd(a, b)
     (c, symbols), (d, others) = (_factors(size) for size in (a, b))
@@ -118,7 +119,7 @@ def _factors(size: Size) -> tuple[int, Counter[sympy.Expr]]:
 
 
 def _plain(size: sympy.Expr) -> Size:
-    """Returns an int if the expression is one."""
+    """Returns the expression, as an int if it is one."""
     return int(size) if size.is_Integer else size
 
 
@@ -126,7 +127,7 @@ def reshape_row(
     call: Call, source: Sequence[Size], target: Sequence[Size], local: LocalFn | None, *, fills_ranks: bool = False
 ) -> Row:
     """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
-    # dims of size one are left out, for they belong to no run in particular
+    # omit dims of size one, which belong to no particular run
     kept = [[i for i, size in enumerate(shape) if size != 1] for shape in (source, target)]
     left, right = [source[i] for i in kept[0]], [target[i] for i in kept[1]]
     names, sizes = letters(len(left) + len(right) + 16), dict[str, Size]()
@@ -149,14 +150,14 @@ def _resized(local: Local, x: Traced, size: Sequence[Size]) -> Traced:
     """The replacement of a reshape: it passes this rank's sizes."""
     sizes = local.resize(size)
     plain = [s if isinstance(s, int) else None for s in sizes]
-    if 0 in plain and -1 in plain:  # PyTorch can't infer a size of a tensor without elements
+    if 0 in plain and -1 in plain:  # PyTorch can't infer a size of an empty tensor
         inferred = plain.index(-1)
         sizes[inferred] = _dim_size(local, x, local.row.results[0][inferred])
     return aten.reshape.default(x, sizes)
 
 
 def _dim_size(local: Local, x: Traced, dim: Dim) -> Size:
-    """Returns this rank's size of a dim; dynamic sizes are read from the operand's dims with the same axes."""
+    """Returns this rank's size of a dim; a dynamic one is read from operand dims with its factors."""
     dims = local.row.operands[0]
     if dim in dims:
         return aten.sym_size.int(x, dims.index(dim))
@@ -169,7 +170,7 @@ def _dim_size(local: Local, x: Traced, dim: Dim) -> Size:
 
 
 def _static(local: Local, axes: Iterable[str]) -> list[Size]:
-    """Returns this rank's sizes of those axes that are not dynamic."""
+    """Returns this rank's sizes of those factors that have static sizes."""
     return [local.size(axis) for axis in axes if isinstance(local.row.sizes[axis], int)]
 
 
@@ -177,7 +178,7 @@ def _static(local: Local, axes: Iterable[str]) -> list[Size]:
 def reshape(call: Call) -> Row:
     """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`.
 
-    With a size of -1 every rank must hold elements, from which PyTorch infers it.
+    With a size of -1 every rank must have elements, from which PyTorch infers it.
     """
     inferred = -1 in call.args.get("size", call.args.get("shape"))
     return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized, fills_ranks=inferred)
@@ -185,7 +186,7 @@ def reshape(call: Call) -> Row:
 
 @rule(aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
 def new(call: Call) -> Row:
-    """`f32[8,16] -> f32[2,8,4]     a !b -> !c a !d`: a dim as large as one of the operand may be split as that is."""
+    """`f32[8,16] -> f32[2,8,4]     a !b -> !c a !d`: a dim may be split like the operand's dim of equal size."""
     source, target = call.tensors[0].shape, call.results[0].shape
     names, found, rest = letters(len(source) + len(target)), list[int | None](), range(len(source))
     for size in target:
@@ -205,7 +206,7 @@ SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 @rule(aten.unsqueeze.default, *SQUEEZES, aten.flatten.using_ints)
 def shape_only(call: Call) -> Row:
-    """`f32[2,8,4] -> f32[2,32]     a b c -> a (b c)`: no argument is a size."""
+    """`f32[2,8,4] -> f32[2,32]     a b c -> a (b c)`: sizes are not among the arguments."""
     source, target = call.tensors[0].shape, call.results[0].shape
     if call.target not in SQUEEZES:
         return reshape_row(call, source, target, None)
@@ -213,7 +214,7 @@ def shape_only(call: Call) -> Row:
     squeezed = [i for i in named if source and source[i] == 1]
 
     def local(ctx: Local, x: Traced, *args: Argument) -> Traced:
-        """Names the dims, so that a dim which has size one on this rank only is not squeezed."""
+        """Names the dims: a dim of size one on this rank only must not be squeezed."""
         return aten.squeeze.dims(x, squeezed)
 
     return reshape_row(call, source, target, local)
@@ -225,7 +226,7 @@ def unflatten(call: Call) -> Row:
 
     def local(ctx: Local, x: Traced, dim: int, sizes: Sequence[Size]) -> Traced:
         start = positive(dim, len(call.tensors[0].shape))
-        # resize takes a size for every dim of the result, of which only those of the new dims are used
+        # resize takes a size for every dim of the result; only the new dims' sizes are used
         whole = [-1] * start + list(sizes) + [-1] * (len(call.tensors[0].shape) - start - 1)
         return aten.unflatten.int(x, dim, ctx.resize(whole)[start : start + len(sizes)])
 
@@ -293,7 +294,7 @@ def repeat(call: Call) -> Row:
     sizes: dict[str, Size] = {}
     dims = []
     for i, times in enumerate(repeats):
-        if i < extra:  # repeat adds leading dims, which hold nothing but copies
+        if i < extra:  # repeat adds leading dims, which contain only copies
             dims.append(f"!r{i}")
         elif times == 1:
             dims.append(names[i - extra])
@@ -328,7 +329,8 @@ class _CutOptions(TypedDict, total=False):
 def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
     """Returns the dims of a tensor and of its slice, and the options of the row.
 
-    The cut dim is the concatenation of the elements before, within and after the slice, if their sizes are static.
+    The cut dim is the concatenation of the elements before, within and after the slice, if their
+    sizes are static.
     """
     shape = call.tensors[0].shape
     dim, names = positive(call["dim"], len(shape)), letters(len(shape), used="pqr")
@@ -341,10 +343,10 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
         return spaced(names), spaced(names), {}
     if call["step"] != 1 or not all(isinstance(s, int) for s in (start, size, piece)):
         return dims(f"!{names[dim]}"), dims("!q"), {}
-    # out of range, a start is clamped as in Python's slices
+    # an out-of-range start is clamped, as in Python's slices
     start = max(start + size, 0) if start < 0 else min(start, size)
     widths = {"p": start, "q": piece, "r": size - start - piece}
-    # without empty parts before and after; q stays, because the result must have a dim
+    # omit empty parts before and after; q stays, because the result must have a dim
     sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
@@ -369,7 +371,7 @@ def slice_scatter(call: Call) -> Row:
 
 
 def _apart(call: Call, *which: str) -> tuple[str, str]:
-    """Returns the dims of a tensor, with those that some arguments name unsplittable, and its other dims.
+    """Returns a tensor's dims, with those that arguments name unsplittable, and its other dims.
 
     Args:
         which: the names of the arguments.
@@ -411,7 +413,7 @@ def split(call: Call) -> Row:
     pieces = [f"x{i}" for i in range(len(call.results))]
     left = [*names[:dim], "+".join(pieces), *names[dim + 1 :]]
     right = [[*names[:dim], piece, *names[dim + 1 :]] for piece in pieces]
-    if not all(isinstance(r.shape[dim], int) for r in call.results):  # of a dynamic dim the pieces are dynamic too
+    if not all(isinstance(r.shape[dim], int) for r in call.results):  # a dynamic dim has dynamic pieces
         left = [*names[:dim], f"!{names[dim]}", *names[dim + 1 :]]
         right = [[*names[:dim], f"!{piece}", *names[dim + 1 :]] for piece in pieces]
 
@@ -467,7 +469,7 @@ def pad(call: Call) -> Row:
         if amounts[2 * i] or amounts[2 * i + 1]:
             dim = ndim - 1 - i
             left[dim], right[dim] = f"!{left[dim]}", f"!{left[dim]}0"
-    linear = () if call.args.get("value") else LINEAR  # a padding other than zero would be summed over the ranks
+    linear = () if call.args.get("value") else LINEAR  # padding with nonzero values would be summed over the ranks
     return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, **anywhere(call))
 
 
@@ -524,7 +526,8 @@ def triangle(call: Call) -> Row:
     """`f32[4,8,8] -> f32[4,8,8]     ... a b -> ... a b`: the diagonal is shifted by a slice's start."""
 
     def local(ctx: Local, x: Traced, diagonal: int = 0) -> Traced:
-        # row i of a slice is row start + i of the whole: the diagonal moves to the right, for columns to the left
+        # row i of a slice is row start + i of the full tensor: the diagonal moves right for rows,
+        # left for columns
         (axis,) = (name for name, _ in ctx.choice.axes)
         start = ctx.start(axis)
         return call.target(x, diagonal + (start if axis == "a" else -start))
