@@ -62,6 +62,7 @@ def _replace(target: Path, data: bytes) -> None:
     # does
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    # in the target's folder: a rename is atomic only within one file system
     descriptor, name = tempfile.mkstemp(".part", dir=target.parent)
     temporary = Path(name)
     try:

@@ -131,6 +131,7 @@ def chunk_bounds(count: int, world: int) -> list[int]:
     """
     if not isinstance(count, int):
         return [rank * (count // world) for rank in range(world + 1)]
+    # torch.chunk rounds up: 7 over 3 ranks is 3, 3, 1, not 3, 2, 2
     step = -(-count // world)
     return [min(rank * step, count) for rank in range(world + 1)]
 

@@ -44,6 +44,7 @@ class Patches:
             if self._users > 1:
                 return
             for patch in self._patches:
+                # an inherited attribute is not in vars(): to restore it, delete the replacement
                 own = vars(patch.owner).get(patch.name, _MISSING)
                 replacement = patch.replace(inspect.getattr_static(patch.owner, patch.name))
                 setattr(patch.owner, patch.name, replacement)

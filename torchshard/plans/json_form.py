@@ -166,6 +166,7 @@ def _machine(body: object) -> Machine:
 
 
 def _number(value: object) -> float:
+    # bool is a subclass of int, but `true` is not a number in a plan
     if type(value) not in (int, float) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError(f"expected a number, got {value!r:.40}")
     return float(value)

@@ -74,6 +74,7 @@ class Machine:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
+            # times may be 0, but rates divide: they must be positive
             least = 0.0 if field.default == 0.0 or field.name in ("latency", "launch") else math.ulp(0.0)
             most = math.inf if field.default == math.inf else sys.float_info.max
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
