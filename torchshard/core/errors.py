@@ -1,4 +1,4 @@
-"""The exceptions that users see: what is wrong and, if known, where, why and what to try.
+"""The exceptions that users see: the problem and, if known, its place, cause and remedy.
 
 PlanError: the plan's key 'decoder.*.qproj' matches no module
   where: plan key 'decoder.*.qproj'

@@ -32,7 +32,7 @@ Data: TypeAlias = Literal["replicate", "shard", "shard_grad_op"]
 slices, gathered for the forward and again for the backward, as in FSDP and ZeRO-3. "shard_grad_op":
 as slices gathered once, as in ZeRO-2."""
 Holds: TypeAlias = Literal["weights", "replicate", "shard", "shard_grad_op"]
-"""What an axis splits: "weights", of which ranks compute with slices, or the batch (the others)."""
+"""The use of an axis: "weights" splits the weights that ranks compute with; others split the batch."""
 
 
 @dataclass(frozen=True)

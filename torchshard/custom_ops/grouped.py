@@ -1,4 +1,4 @@
-"""The op `grouped_mm`: `torch._grouped_mm`, whose fake kernel refuses every dtype except bfloat16."""
+"""The op `grouped_mm`: `torch._grouped_mm` with a fake kernel for any dtype, not only bfloat16."""
 
 from __future__ import annotations
 

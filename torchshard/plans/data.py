@@ -238,7 +238,7 @@ class AxisPlan:
     recompute: tuple[str, ...] = ()
     """The modules with values that backward recomputes instead of keeping; none is inside another."""
     holds: Holds = field(init=False, repr=False)
-    """What the axis splits. A field, because plans compare by it and axes do not."""
+    """The field `holds` of the axis, repeated because plans compare by it and axes do not."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "holds", self.axis.holds)

@@ -30,7 +30,7 @@ class Proposal:
     limit: float | None = None
     """The limit of a step's bytes on a rank, if any."""
     why: str = ""
-    """Why planning failed, and what to try."""
+    """The reason if planning failed, and a remedy."""
 
     @property
     def fits(self) -> bool:
@@ -69,7 +69,7 @@ class Proposals(list[Proposal], Notebook):
         return f"<{len(self)} mesh{'es' if len(self) != 1 else ''}, {best}>"
 
     def __str__(self) -> str:
-        """Returns a table with a row per mesh; below it, the reasons why some have no plan."""
+        """Returns a table with a row per mesh; below it, the reasons for those without a plan."""
         reasons = dict.fromkeys(f"{each.cells()[0]}: {each.why}" for each in self if each.plan is None)
         return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 

@@ -158,8 +158,8 @@ def product(call: Call) -> Row:
         return _COMBINE[call.target](_gathered(ctx, call.target(x, *args, **kwargs)))
 
     shape = call.tensors[0].shape
-    # some of these ops reduce all dims for an empty list, others none; the result's shape tells
-    # them apart
+    # some of these ops reduce all dims for an empty list, others none; the result's
+    # shape distinguishes them
     reduces_none = call.args.get("dim") == [] and call.results[0].shape == shape
     return _of_slices(call, [] if reduces_none else dims_of(call, "dim", len(shape)), local)
 
