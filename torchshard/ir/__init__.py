@@ -1,1 +1,1 @@
-"""The one graph type: `fx.Graph` with what its nodes know in `meta`."""
+"""The graph type of the compiler: `fx.GraphModule` with facts about each node in its `meta`."""

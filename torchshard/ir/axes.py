@@ -1,4 +1,4 @@
-"""The mesh axes that a graph is split over: which of them a collective sends over, and how a value lies over all."""
+"""The mesh axes of a graph: which axis a collective uses, how values are sharded over all axes."""
 
 from __future__ import annotations
 
@@ -14,32 +14,38 @@ from torchshard.ir.sizes import Names, value_text
 
 
 def axes_of(graph: fx.Graph) -> tuple[MeshAxis, ...]:
-    """Those that it was split over before, in their order, and last the one that it is split over now."""
+    """Returns a graph's axes in the order in which it is split, the current one last."""
     module = graph.owning_module
     return () if module is None or "axis" not in module.meta else (*earlier_axes(graph), module.meta["axis"])
 
 
 def earlier_axes(graph: fx.Graph) -> tuple[MeshAxis, ...]:
-    """Those that it was split over before, in their order."""
+    """Returns a graph's axes before the current one, in the order in which it was split."""
     module = graph.owning_module
     axes: tuple[MeshAxis, ...] = () if module is None else module.meta.get("earlier_axes", ())
     return axes
 
 
 def mesh_of(graph: fx.Graph) -> tuple[MeshAxis, ...]:
-    """The same, outermost first: that of the weights is split over first, and lies innermost."""
+    """Returns the axes that a graph is split over, outermost first.
+
+    The weights' axis is split first and is the innermost one.
+    """
     weights, *others = axes_of(graph)
     return (*others, weights)
 
 
 def is_local(graph: fx.Graph) -> bool:
-    """Whether the shapes in it are those of a rank's part, over all axes."""
+    """Returns whether a graph's shapes are local: one rank's shards over all axes."""
     module = graph.owning_module
     return module is not None and "group" in module.meta
 
 
 def axis_of(collective: fx.Node) -> MeshAxis:
-    """The axis that a collective sends over; before a process has groups for them it bears its name."""
+    """Returns the axis that a collective communicates over.
+
+    A simulated group has no process group; its name contains the name of the axis.
+    """
     axes, group = axes_of(collective.graph), str(collective.args[-1])
     place = simulated(group)
     name = group if place is None else place.among
@@ -47,24 +53,26 @@ def axis_of(collective: fx.Node) -> MeshAxis:
 
 
 def shardings_of(node: fx.Node) -> list[Sharding]:
-    """How the ranks hold a node's results over all axes; none if it is not known of each axis."""
+    """Returns the shardings of a node's results; [] if a layout over some axis is unknown."""
     of_axes, axes = layouts_of(node), axes_of(node.graph)
     along = [[(axis, layout) for layout in of_axes.get(axis.name, ())] for axis in axes]
     return [Sharding.of(*letters) for letters in zip(*along, strict=False)]
 
 
 def layouts_of(node: fx.Node) -> dict[str, tuple[Layout, ...]]:
-    """The name of each axis for which they are known -> the layouts of a node's results."""
+    """Returns {axis name: layouts of a node's results}, for the axes with known layouts."""
     earlier: dict[str, tuple[Layout, ...]] = node.meta.get("earlier", {})
     own, axes = node.meta.get("layouts"), axes_of(node.graph)
     return earlier | {axes[-1].name: own} if own and axes else earlier
 
 
 def typed(node: fx.Node, names: Names) -> list[str]:
-    """The types of a node's results, of the whole: 'f32[batch@dp,length,64@tp]'; in a rank's own graph of its part.
+    """Returns the types of a node's results, as in 'f32[batch@dp,length,64@tp]'.
+
+    Shapes are global; in a rank's own graph they are local.
 
     Args:
-        names: as `size_names` gives them.
+        names: from `size_names`.
     """
     results = values(node)
     if is_local(node.graph):
@@ -74,19 +82,19 @@ def typed(node: fx.Node, names: Names) -> list[str]:
 
 
 def tensors_typed(node: fx.Node, names: Names) -> list[str]:
-    """The same of those of its results that are tensors."""
+    """Returns the types of a node's tensor results, as in 'f32[batch@dp,length,64@tp]'."""
     return [text for value, text in zip(values(node), typed(node, names), strict=True) if isinstance(value, Tensor)]
 
 
 def typed_as(node: fx.Node, axis: MeshAxis, layout: Layout, names: Names) -> str:
-    """The type of a one-tensor node if the ranks of an axis held it in this layout."""
+    """Returns the type of a one-tensor node as if its layout over an axis were this one."""
     of_axes = {name: layouts[0] for name, layouts in layouts_of(node).items() if layouts}
     earlier = [(each, of_axes[each.name]) for each in earlier_axes(node.graph) if each.name in of_axes]
     return value_text(node.meta["val"], names, whole_shapes(node)[0], Sharding.of(*earlier, (axis, layout)))
 
 
 def converted(collective: fx.Node, names: Names) -> str:
-    """The type of what a collective converts; '' in a rank's own graph, where it would not say how ranks hold it."""
+    """Returns the type of a collective's operand; '' in a rank's own graph, with local shapes."""
     if is_local(collective.graph):
         return ""
     return tensors_typed(collective.all_input_nodes[0], names)[0]

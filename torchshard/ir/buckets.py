@@ -1,11 +1,13 @@
-"""How gradients of parameters are summed over the ranks: in which dtype, and which of them in one message.
+"""Buckets for gradients: the dtype in which ranks sum them, and which ones share a message.
 
-The gradient of a cast, as autocast makes one of each weight, is summed in the parameter's own dtype if that is wider.
+The gradient of a cast, such as autocast inserts for each weight, is summed in the parameter's
+dtype if that is wider.
 
-A parameter that is used on slices, as a norm's weight on slices of a sequence, gets a part of its gradient on each
-rank. A message takes as long as its latency, so small parts of a layer are sent together, while the backward of the
-layer before runs (DDP's buckets; S. Li et al., PyTorch Distributed, 2020, 3.2.3). So are slices of a layer's weights
-gathered together, and their gradients scattered (FSDP2's groups, but for what is large).
+A parameter used on slices, such as a norm's weight on slices of a sequence, has a partial gradient
+on each rank. Small messages are bound by latency, so a layer's small gradients are sent together
+while backward runs the preceding layer (DDP's buckets; S. Li et al., PyTorch Distributed, 2020,
+3.2.3). Likewise, slices of a layer's small weights are gathered together and their gradients
+scattered together (unlike FSDP2, which groups large weights too).
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from torchshard.core.paths import layer_of
 from torchshard.ir.graph import before_casts, global_shape
 
 BUCKETED_BYTES = 1 << 20
-"""What is larger takes its time by its bytes."""
+"""Gradients larger than this are bound by bandwidth, so they get their own message."""
 
 
 class Bucket(NamedTuple):
-    """What is summed in one message."""
+    """The key that gradients of one message share."""
 
     layer: str
-    """The path of the numbered module; '' for what is in none."""
+    """The path of the numbered module; '' outside of any."""
     dtype: torch.dtype
-    """In which gradients are summed."""
+    """The dtype of the summed gradients."""
     gathered: torch.dtype | None = None
-    """In which the parameters are gathered, if each rank holds slices of them."""
+    """The dtype in which the parameters are gathered, if each rank stores slices of them."""
 
 
 def summed_dtype(value: fx.Node) -> torch.dtype:
-    """The dtype in which the gradient of a value is summed over the ranks."""
+    """Returns the dtype in which the ranks sum the gradient of a value."""
     dtype: torch.dtype = value.meta["val"].dtype
     source = before_casts(value)
     if not _is_parameter(source) or not dtype.is_floating_point:
@@ -45,12 +47,12 @@ def summed_dtype(value: fx.Node) -> torch.dtype:
 
 
 def bucket_of(value: fx.Node) -> Bucket | None:
-    """The bucket of the gradient of a parameter, or of a cast of one; None for a message of its own."""
+    """Returns the bucket of a parameter's gradient, or its cast's; None for a separate message."""
     source = before_casts(value)
     if not _is_parameter(source) or _whole_bytes(source) > BUCKETED_BYTES:
         return None
     layer, is_sliced = layer_of(source.meta["path"]) or "", source.meta.get("layouts", (I,)) != (I,)
-    if is_sliced and not layer:  # from the first op to the last they would be whole
+    if is_sliced and not layer:  # one bucket would keep them gathered from the first op to the last
         return None
     return Bucket(layer, summed_dtype(value), value.meta["val"].dtype if is_sliced else None)
 

@@ -1,7 +1,8 @@
-"""A graph as plain data, for JSON, and back.
+"""Converts a graph to plain data for JSON, and back.
 
-Ops are written by their names, values by their types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. None of it is
-code: names are looked up among PyTorch's ops and this library's, and the few functions of Python's that graphs call.
+Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. The
+data contains no code: names are looked up among the ops of PyTorch and this library, and among the
+few Python functions that graphs call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ META = {
     "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,
     "recompute": str, "holds": list,
 }  # fmt: skip
-"""What is written of each node, beside its call and its value, and of which type it is."""
+"""The meta keys written for each node in addition to its call and value, with their types."""
 _OF_NUMBERS = {
     operator: (
         "abs and_ add eq floordiv ge getitem gt index invert is_ is_not le lshift lt mod mul ne neg not_ or_ pos pow "
@@ -37,7 +38,7 @@ _OF_NUMBERS = {
     math: "ceil exp fabs floor log log2 pow sqrt trunc",
     torch: "sym_float sym_fresh_size sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum",
 }
-"""What a graph may call of Python's functions: these compute numbers, and reach nothing else."""
+"""The Python functions that a graph may call: they compute numbers and have no side effects."""
 _PYTHONS: Mapping[str, Callable[..., Any]] = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in _OF_NUMBERS.items()
@@ -49,7 +50,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{cls.__name__: cls for cls in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational)},
     **{name: getattr(functions, name) for name in (*functions.__all__, "Max", "Min")},
 }
-"""What the expressions of sizes are made of."""
+"""The functions that occur in expressions of sizes."""
 _CONSTANTS = {
     name: {str(getattr(torch, n)).removeprefix("torch."): getattr(torch, n)
            for n in dir(torch) if isinstance(getattr(torch, n), kind)}
@@ -58,22 +59,25 @@ _CONSTANTS = {
 
 
 Equal = Mapping[sympy.Symbol, sympy.Expr]
-"""What is known of dynamic sizes: that they are others, or are computed of others."""
+"""Known equalities of dynamic sizes: symbol -> another symbol, or an expression."""
 
 
 def equal_sizes(module: fx.GraphModule) -> Equal:
-    """What is known of a graph's sizes now: planning adds to it, and `graph_data` is to write what was known before."""
+    """Returns the known equalities of a graph's sizes.
+
+    Call this before planning, which adds more: `graph_data` must write only the earlier ones.
+    """
     return dict(getattr(getattr(fake_mode(module.graph), "shape_env", None), "replacements", {}))
 
 
 def graph_data(module: fx.GraphModule, equal: Equal) -> dict[str, Any]:
-    """A graph, as far as planning needs it, as data of which JSON knows the types.
+    """Returns the part of a graph that planning needs, as JSON-compatible data.
 
     Args:
-        equal: what `equal_sizes` gave before the graph was planned.
+        equal: the result of `equal_sizes` before the graph was planned.
 
     Raises:
-        ValueError: it has something that can't be written; the text says what.
+        ValueError: a part of the graph can't be written; the message names it.
     """
     writer = _Writer(equal)
     nodes = [writer.node(node) for node in module.graph.nodes]
@@ -82,11 +86,11 @@ def graph_data(module: fx.GraphModule, equal: Equal) -> dict[str, Any]:
 
 
 def graph_from(data: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[str, sympy.Symbol]]:
-    """The graph that was written, with values on the CPU, and its dynamic sizes by the names that they had.
+    """Returns (the graph that was written, with values on the CPU; its dynamic sizes by name).
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: the data is not what `graph_data` gives, or names an op that is
-            not there.
+        ValueError, KeyError, TypeError, AttributeError: the data is not a result of `graph_data`,
+            or names an op that does not exist.
     """
     reader = _Reader(data["sizes"])
     module = empty_module({"recordings": {}})
@@ -100,15 +104,15 @@ def graph_from(data: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[str, sympy
 
 
 class _Writer:
-    """Writes nodes and values, and notes which sizes these have."""
+    """Writes nodes and values, and collects the dynamic sizes in them."""
 
     def __init__(self, equal: Equal) -> None:
         self._equal = equal
         self.sizes: dict[str, tuple[int, int, int | None]] = {}
-        """The example inputs', and between which numbers they may be."""
+        """Name -> (value in the example inputs, lower bound, upper bound or None)."""
 
     def node(self, node: fx.Node) -> dict[str, Any]:
-        """A node, with what is known of it."""
+        """Returns a node's call, value and facts as data."""
         found: dict[str, Any] = {"name": node.name, "op": node.op}
         if node.op == "call_function":
             found["target"] = _target_name(node)
@@ -121,7 +125,7 @@ class _Writer:
         return found | {key: node.meta[key] for key in META if key in node.meta}
 
     def value(self, value: object) -> Any:
-        """A fake value, by its type."""
+        """Returns a fake value as data: its type, without contents."""
         if isinstance(value, (list, tuple)):
             return {"several": [self.value(item) for item in value]}
         if isinstance(value, Tensor):
@@ -136,7 +140,7 @@ class _Writer:
         raise ValueError(f"a value is a {type(value).__name__}")
 
     def size(self, size: int | torch.SymInt) -> Any:
-        """A size: a number, or an expression."""
+        """Returns a size as data: a number or an expression."""
         if isinstance(size, int):
             return size
         expr, env = size.node._expr, size.node.shape_env
@@ -182,7 +186,7 @@ def _argument_data(arg: object) -> Any:
 
 
 def _expr_data(expr: sympy.Expr) -> Any:
-    """The expression of a size: a number, the name of a symbol, or a function with its arguments."""
+    """Returns a size's expression: a number, a symbol's name, or [function, *arguments]."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_Symbol:
@@ -199,14 +203,14 @@ def _expr_data(expr: sympy.Expr) -> Any:
 
 
 class _Unasked(list[Any]):
-    """Assumptions of sizes that nobody counts: which of them the graph makes was settled when it was captured."""
+    """Drops guards on sizes: the graph's assumptions were settled when it was captured."""
 
     def append(self, assumption: Any) -> None:
-        """Forgets it."""
+        """Drops the guard."""
 
 
 class _Reader:
-    """Makes nodes and values, with sizes of its own for those that the data names."""
+    """Creates nodes and values from data, with new symbols for the named sizes."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int, int | None]]) -> None:
         self._env = ShapeEnv()
@@ -216,15 +220,16 @@ class _Reader:
         self.symbols = {name: self._symbol(name, *known) for name, known in sizes.items()}
 
     def _symbol(self, name: str, number: int, least: int, most: int | None) -> sympy.Symbol:
-        from torch._dynamo.source import ConstantSource  # takes seconds, and every capture has imported it
+        from torch._dynamo.source import ConstantSource  # this import takes seconds; every capture has done it before
 
         kind = DimDynamic.DYNAMIC
+        # by default, a ShapeEnv makes constants of the sizes 0 and 1
         symbol = self._env.create_symbol(number, ConstantSource(name), kind, do_not_specialize_zero_one=True)
         self._env.var_to_range[symbol] = ValueRanges(least, int_oo if most is None else most)
         return symbol
 
     def add(self, graph: fx.Graph, data: Mapping[str, Any]) -> None:
-        """Adds a node."""
+        """Appends a node to the graph."""
         args = tuple(self._argument(arg) for arg in data.get("args", ()))
         kwargs = {name: self._argument(arg) for name, arg in data.get("kwargs", {}).items()}
         op, name = data["op"], data["name"]
@@ -241,7 +246,7 @@ class _Reader:
         self._nodes[name] = node
 
     def size(self, data: Any) -> int | torch.SymInt:
-        """A size, by its expression."""
+        """Returns a size from its expression."""
         expr = self._expr(data)
         if expr.is_Integer:
             return int(expr)

@@ -1,10 +1,11 @@
-"""Which values backward gathers again, in place of keeping what was gathered.
+"""Chooses the values that backward gathers again instead of saving them.
 
-Slices of a split sequence are gathered to be multiplied with weights, whose gradients need what was gathered. Kept, it
-would take as much memory as if the sequence were not split; so a rank keeps its slice, and backward gathers again, as
-Megatron-LM does (V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, 4.2). So
-it is with weights of which each rank holds a slice (S. Rajbhandari et al., ZeRO, 2020, 5.3; FSDP2's
-`reshard_after_forward`), unless they are to be gathered once.
+Slices of a split sequence are gathered before a product with a weight, and the weight's gradient
+needs the gathered value. Saving it would take as much memory as an unsplit sequence, so each rank
+saves its slice and backward gathers again, as in Megatron-LM (V. Korthikanti et al., Reducing
+Activation Recomputation in Large Transformer Models, 2022, 4.2). Weights stored as slices are
+gathered again too (S. Rajbhandari et al., ZeRO, 2020, 5.3; FSDP2's `reshard_after_forward`), unless
+the plan gathers them once.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, *CONVOLUTIONS}
-"""Ops that multiply their first two operands: the gradient of one needs the other. A bias is added."""
+"""Ops that multiply their first two operands, so one's gradient needs the other. A bias is added."""
 
 
 def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozenset[int]:
-    """The dims of a value along which backward gathers again what some consumers take: all of a weight's, dynamic ones
-    of other values."""
+    """Returns the dims of a value along which backward gathers it again.
+
+    All dims of a weight, unless it is gathered once; the dynamic dims of other values. Empty if no
+    consumer saves the value.
+    """
     if not any(_keeps(consumer, value) for consumer in consumers):
         return frozenset()
     if is_weight(weight := before_casts(value)):
@@ -36,12 +40,12 @@ def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozens
 
 
 def is_gathered_again(step: ConversionStep, dims: Collection[int]) -> bool:
-    """Whether backward runs a conversion again, for these are the dims along which it does."""
+    """Returns whether backward repeats a conversion: an all-gather along one of `dims`."""
     source = step.source
     return isinstance(source, Shard) and source.dim in dims and TABLE[step.name].kernel == "all_gather"
 
 
 def _keeps(consumer: fx.Node, value: fx.Node) -> bool:
-    """Whether the gradient of an op's other factor needs a value."""
+    """Returns whether an op needs `value` for the gradient of its other operand."""
     factors = operands(consumer)[:2] if consumer.target in MULTIPLIED else []
     return value in factors and any(other.meta.get("needs_grad") for other in factors if other is not value)

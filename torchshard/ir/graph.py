@@ -1,35 +1,36 @@
-"""Reads and edits `fx.GraphModule`, the graph type of all passes. Facts about a node are stored in these meta keys:
+"""Reads and edits `fx.GraphModule`, the graph type of all passes. Facts about a node are meta keys:
 
-val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the rank's own
-kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name; 'names': all its names
-holds        of an op: the names of a parameter that forward has written to, whose value is this one's
+val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the local one
+kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name;
+             'names': all its names
+holds        of an op: the names of a parameter that forward has written this result to
 module       of an op: the path of the module that called it; 'source': the user's file and line
-autocast     of an op: the autocast in which it was called, until its casts are explicit
-global_shapes   the global shape of each result, set by `localize`, after which 'val' has the rank's own
+autocast     of an op: the autocast state of its call, until the casts are explicit
+global_shapes   the global shape of each result, set by `localize`, which makes 'val' local
 inside       of a node of a replacement: the op that it is a part of
-layouts      tuple of Layouts, one per result; of the output, one per result of the graph, if not all are whole
+layouts      one Layout per result; of the output, one per result of the graph, if some are split
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: its consumers
-recompute    of an op: the region whose values backward computes again, in place of saving them
-gathered_once   of a parameter: whether backward keeps what forward gathers of its slices
-gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
-own_order    of an op: it takes rows in a rank's own order, which no other rank has; the kind of what it gives
+recompute    of an op: the region that backward recomputes instead of saving its values
+gathered_once   of a parameter: whether backward reuses what forward gathered from its slices
+gathered_again  of a collective: whether backward repeats it instead of saving its result
+own_order    of an op on rows in a rank's own order, which no other rank has: the kind of its result
              (see `passes.own_order`)
-counts_all   of an op that gives ends of such rows: whether the last one is known to be after all of them
-at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
-memory_orders   of an op that reads its operands' memory: operand's number -> the order of its dims in memory, of those
-             that are not in the order of their indices
-settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
-earlier      the Layouts of its results over each earlier mesh axis, by the axis' name
-whole_shapes the shape of each result before any axis split it, where there are earlier axes
+counts_all   of an op that returns ends of such rows: whether all rows precede the last end
+at_experts   of an op: its rows are at the ranks that have their experts (see `passes.to_experts`)
+memory_orders   of an op that reads its operands' memory: operand number -> its dims in the order of
+             memory, for operands where that is not 0, 1, 2, ...
+settled      of a collective, or an op that contains some: it is over an earlier mesh axis
+earlier      the Layouts of its results over each earlier mesh axis, by axis name
+whole_shapes the shape of each result before any axis split it, if there are earlier axes
 is_backward  of a node of a joint graph: whether it belongs to the backward
-origin       of a node of a recorded part: the number of the op that it comes from
+origin       of a node of a recorded segment: the number of the op that it comes from
 
-The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'earlier_axes', those that it
-was split over before, 'group', what the collectives of a rank's graph over it name, 'multiples', the dynamic sizes that
-are multiples of the number of its ranks, and 'recordings', the parts of it whose backward was recorded (see
-`passes.record`).
+The module's meta: 'axis', the mesh axis that the graph is split over; 'earlier_axes', those that it
+was split over before; 'group', the process group that a rank's collectives over 'axis' name;
+'multiples', the dynamic sizes that are multiples of the number of its ranks; and 'recordings', the
+segments with a recorded backward (see `passes.record`).
 """
 
 from __future__ import annotations
@@ -63,19 +64,19 @@ from torchshard.rules import Call, TensorType, is_random, row_of, writes_statist
 from torchshard.rules.pointwise import CASTS
 
 ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin")
-"""The facts about an op that hold for what replaces it, too."""
+"""Facts about an op that its replacement inherits."""
 OF_EARLIER_AXES = ("earlier", "whole_shapes")
-"""The facts about a value that hold for what it is converted to, too."""
+"""Facts about a value that its conversions inherit."""
 _COPY = torch.ops.torchshard.copy.default
 Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
 Mode = FakeTensorMode | nullcontext[None]
-"""The fake mode of a graph's values; a graph without tensors has none."""
+"""The fake mode of a graph's values; a null context for a graph without tensors."""
 T = TypeVar("T")
 
 
 def op_name(node: fx.Node) -> str:
-    """The short name of a node's op: 'linear', 'view'."""
+    """Returns the short name of a node's op: 'linear', 'view'."""
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
         return str(schema.name.split("::")[1])
@@ -83,7 +84,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def size_expr(size: Size | sympy.Expr) -> int | sympy.Expr:
-    """A size as an int, or as a sympy expression if it is dynamic."""
+    """Returns a size as an int, or as a sympy expression if it is dynamic."""
     if isinstance(size, int):
         return size
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
@@ -91,50 +92,53 @@ def size_expr(size: Size | sympy.Expr) -> int | sympy.Expr:
 
 
 def tensor_type(value: Tensor) -> TensorType:
-    """The type of a fake tensor, as rules see it."""
+    """Returns the type of a fake tensor that rules are called with."""
     return TensorType(tuple(size_expr(size) for size in value.shape), value.dtype)
 
 
 def is_tensor(node: object) -> TypeGuard[fx.Node]:
-    """Whether an argument is a node with one tensor as its result."""
+    """Returns whether an argument is a node with one tensor as its result."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
 
 
 _SIZES = {operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default}
-"""These read a part of a result, or a size, which is the global one in every layout."""
+"""Ops that select a result or read a size; sizes are global in every layout."""
 
 
 def is_tensor_op(node: fx.Node) -> bool:
-    """Whether a node is an op with tensors among its operands or results, and no collective over the graph's axis."""
+    """Returns whether a node is an op that takes or returns tensors.
+
+    Collectives over the graph's axis don't count.
+    """
     if node.op != "call_function" or node.target in _SIZES or is_own_collective(node):
         return False
     return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)
 
 
 def is_own_collective(node: fx.Node) -> bool:
-    """Whether a node is a collective over the axis that its graph is split over."""
+    """Returns whether a node is a collective over the axis that its graph is split over."""
     return is_collective(node.target) and "settled" not in node.meta
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The arguments of a graph, in order."""
+    """Returns the arguments of a graph, in order."""
     return graph.find_nodes(op="placeholder")
 
 
 def results_of(graph: fx.Graph) -> list[Any]:
-    """What a graph returns, in order: mostly nodes."""
+    """Returns the results of a graph, in order; most are nodes."""
     (output,) = graph.find_nodes(op="output")
     (results,) = output.args
     return list(results)
 
 
 def is_weight(node: fx.Node) -> bool:
-    """Whether a node is a parameter of two dims or more."""
+    """Returns whether a node is a parameter of two dims or more."""
     return node.op == "placeholder" and node.meta["kind"] == "parameter" and node.meta["val"].ndim > 1
 
 
 def values(node: fx.Node) -> list[Any]:
-    """A node's results as a list; an empty one for an op without results."""
+    """Returns a node's results as a list; [] for an op without results."""
     val = node.meta.get("val")
     if val is None:
         return []
@@ -142,7 +146,7 @@ def values(node: fx.Node) -> list[Any]:
 
 
 def bound_args(node: fx.Node) -> dict[str, Any]:
-    """A node's arguments with defaults, by their names in the op's schema; by position if there is no schema."""
+    """Returns a node's arguments with defaults, by name in the op's schema, else by position."""
     if isinstance(node.target, WholeCall):
         return node.target.bound(node.args)
     defaults = _defaults(node.target)
@@ -153,13 +157,13 @@ def bound_args(node: fx.Node) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _defaults(target: Target) -> dict[str, Any] | None:
-    """The arguments of an op, in order, with their defaults; None if it has no schema."""
+    """Returns {argument name: default} in the order of an op's schema; None if it has no schema."""
     schema = getattr(target, "_schema", None)
     return None if schema is None else {a.name: a.default_value for a in schema.arguments}
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of an op, in the order of its schema's arguments, in which rules number them."""
+    """Returns an op's tensor operands in the order of its schema, by which rules number them."""
     return [n for value in bound_args(node).values() for n in _nodes_in(value) if is_tensor(n)]
 
 
@@ -172,7 +176,7 @@ def _nodes_in(value: object) -> Iterator[fx.Node]:
 
 
 def _rule_argument(argument: object) -> object:
-    """An argument as rules see it: tensors as their types, dynamic sizes as expressions."""
+    """Returns an argument for a rule: types instead of tensors, expressions for dynamic sizes."""
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         return tensor_type(value) if isinstance(value, Tensor) else size_expr(value)
@@ -182,17 +186,17 @@ def _rule_argument(argument: object) -> object:
 
 
 def consumers(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that take tensors: ops, and the output."""
+    """Returns the nodes that take tensors: ops and the output."""
     return [node for node in graph.nodes if node.op == "output" or is_tensor_op(node)]
 
 
 def is_carried(value: fx.Node) -> bool:
-    """Whether a result of a graph may stay split: a call leaves it for the next one."""
+    """Returns whether a graph's result is a carried value, which may stay split between calls."""
     return value.target is CARRY
 
 
 def is_kept_split(value: fx.Node) -> bool:
-    """Whether a call leaves a slice of a result, which is no part of a batch that the ranks divide."""
+    """Returns whether a carried value stays split between calls, other than along the batch."""
     if not is_carried(value) or not isinstance(layout_of(value), Shard):
         return False
     results = results_of(value.graph)
@@ -200,18 +204,18 @@ def is_kept_split(value: fx.Node) -> bool:
 
 
 def carried_results(graph: fx.Graph) -> list[fx.Node]:
-    """What a call leaves in its arguments for the next one."""
+    """Returns the carried values: results that a call writes into its arguments."""
     return [value for value in results_of(graph) if isinstance(value, fx.Node) and is_carried(value)]
 
 
 def carried_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """The placeholders that hold what earlier calls have left in their arguments."""
+    """Returns the placeholders of values that earlier calls carried to this one."""
     places = {value.meta["place"] for value in carried_results(graph)}
     return [node for node in placeholders(graph) if node.meta["kind"] == "input" and node.meta["path"] in places]
 
 
 def growing_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
-    """The dynamic sizes of what a call leaves in its arguments, where it is longer there than before, or new."""
+    """Returns the dynamic sizes of carried values that a call grows or creates, without dim 0."""
     before = {node.meta["path"]: node.meta["val"].shape for node in carried_inputs(graph)}
     found: set[sympy.Symbol] = set()
     for value in carried_results(graph):
@@ -224,7 +228,11 @@ def growing_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
 
 
 def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node, Layout]]:
-    """(value, required layout) for each operand of an op; the output's are whole, but for carried ones and batches."""
+    """Returns (value, required layout) for each operand of an op, or for each result of the graph.
+
+    Args:
+        choice: the op's choice; None for the output, where carried values may have any layout.
+    """
     if choice is None:
         results = zip(results_of(node.graph), result_layouts(node.graph), strict=True)
         return [(n, layout) for n, layout in results if is_tensor(n) and not is_carried(n)]
@@ -232,15 +240,16 @@ def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node
 
 
 def result_layouts(graph: fx.Graph) -> tuple[Layout, ...]:
-    """The layout of each result: whole, or a rank's part of the batch where the ranks divide that."""
+    """Returns the layout of each result: replicated, or split along a batch that ranks split."""
     layouts: tuple[Layout, ...] = graph.output_node().meta.get("layouts") or (I,) * len(results_of(graph))
     return layouts
 
 
 def before_casts(node: fx.Node) -> fx.Node:
-    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself.
+    """Returns the value before casts (autocast, `weight.to(x.dtype)`) and detach (no_grad).
 
-    A `copy` of another mesh axis, which passes its operand on, is none of these either.
+    It also skips `copy` over another mesh axis, which passes its operand on. A value without any of
+    these is returned as it is.
     """
     while node.target in CASTS or node.target in (torch.ops.aten.detach.default, _COPY):
         node = operands(node)[0]
@@ -248,19 +257,19 @@ def before_casts(node: fx.Node) -> fx.Node:
 
 
 def before_collectives(node: fx.Node) -> fx.Node:
-    """The value that collectives have brought into its present layout, or the node itself."""
+    """Returns the value before the collectives that converted it; the node itself without any."""
     while is_collective(node.target):
         node = node.all_input_nodes[0]
     return node
 
 
 def passes_on_weight(node: fx.Node) -> bool:
-    """Whether an op casts a parameter of two dims or more, or passes it on for sums over another mesh axis."""
+    """Returns whether an op casts a weight, or copies it for a sum over another mesh axis."""
     return node.op == "call_function" and is_weight(before_casts(node))
 
 
 def call_of(node: fx.Node) -> Call:
-    """An op node as rules see it."""
+    """Returns an op node's call in the form that rules take."""
     args = {name: _rule_argument(value) for name, value in bound_args(node).items()}
     assert callable(node.target)
     results = tuple(tensor_type(v) for v in values(node) if isinstance(v, Tensor))
@@ -268,15 +277,16 @@ def call_of(node: fx.Node) -> Call:
 
 
 def multiples_of(graph: fx.Graph) -> frozenset[sympy.Expr]:
-    """The dynamic sizes that are multiples of the number of ranks."""
+    """Returns the dynamic sizes that are multiples of the number of ranks."""
     module = graph.owning_module
     return frozenset() if module is None else module.meta.get("multiples", frozenset())
 
 
 def node_row(node: fx.Node) -> Row | None:
-    """The row of an op node, or None if it has no rule, or sparse values: nobody cuts those.
+    """Returns the row of an op node.
 
-    It is stored in the node, because the operands' global shapes never change.
+    None if the op has no rule, or sparse operands or results, which rules can't split. The row is
+    stored in the node, because the operands' global shapes never change.
     """
     if "row" not in node.meta:
         tensors = (v for n in (node, *operands(node)) for v in values(n) if isinstance(v, Tensor))
@@ -285,36 +295,42 @@ def node_row(node: fx.Node) -> Row | None:
 
 
 def whole_choice(node: fx.Node) -> Choice:
-    """The choice in which every rank does the same work; it is legal for any op."""
+    """Returns the choice in which every rank does the same work; it is legal for any op."""
     return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
 
 
 def layout_of(node: fx.Node) -> Layout:
-    """The layout of a one-tensor node."""
+    """Returns the layout of a one-tensor node."""
     return node.meta.get("layouts", (I,))[0]
 
 
 def global_shape(node: fx.Node) -> tuple[int, ...]:
-    """The global shape, static sizes as ints, before and after `localize`."""
+    """Returns the global shape, with static sizes as ints, before and after `localize`."""
     known = node.meta.get("global_shapes")
     return (known and known[0]) or plain_shape(node.meta["val"])
 
 
 def whole_shapes(node: fx.Node) -> Sequence[Sequence[Size] | None]:
-    """The shapes of its results, tensors alone, before any mesh axis split them."""
+    """Returns each result's shape before any mesh axis split it, or None if it has no shape."""
     known: Sequence[Sequence[Size] | None] = node.meta.get("whole_shapes", ())
     return known or [v.shape if isinstance(v, Tensor) else None for v in values(node)]
 
 
 def plain_shape(value: Tensor) -> tuple[int, ...]:
-    """A fake tensor's shape: static sizes as ints, dynamic ones as SymInts, which PyTorch's types call ints too."""
+    """Returns a fake tensor's shape: ints for static sizes, SymInts for dynamic ones.
+
+    PyTorch's type hints call a SymInt an int too.
+    """
     # A SymInt whose expression is constant is a static size.
     exprs = [size_expr(size) for size in value.shape]
     return tuple(e if isinstance(e, int) else size for e, size in zip(exprs, value.shape, strict=True))
 
 
 def hint(size: Size) -> int:
-    """A size as a number: a dynamic one as in the example inputs, or 1 if it depends on tensors' values."""
+    """Returns a size as a number: the example inputs', or 1 if it depends on tensors' values.
+
+    Within `sizes_as`, the sizes given there replace the example inputs'.
+    """
     if isinstance(size, int):
         return size
     others = _other_sizes.get()
@@ -322,7 +338,7 @@ def hint(size: Size) -> int:
         number = size.node.expr.xreplace(others)
         if not number.is_Integer:
             number = number.xreplace(_parts_of(others, size.node.shape_env))
-        if not number.is_Integer:  # it is a product with other sizes, which are as in the example inputs
+        if not number.is_Integer:  # the rest of the product has the example inputs' sizes
             number = number.xreplace(size.node.shape_env.backed_var_to_val)
         if number.is_Integer:
             return int(number)
@@ -330,7 +346,7 @@ def hint(size: Size) -> int:
 
 
 def _parts_of(sizes: Mapping[sympy.Symbol, sympy.Integer], env: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
-    """The sizes of a rank's parts, where `localize` has found a size to be a number of these since."""
+    """Returns the local sizes of symbols that `localize` found to be multiples of a local size."""
     parts = ((env.replace(symbol).as_coeff_Mul(), size) for symbol, size in sizes.items())
     return {part: size / ranks for (ranks, part), size in parts}
 
@@ -340,7 +356,7 @@ _other_sizes: ContextVar[Mapping[sympy.Symbol, sympy.Integer] | None] = ContextV
 
 @contextmanager
 def sizes_as(sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
-    """Within it, `hint` and `nbytes` are those of other example inputs, where these symbols have other values."""
+    """Within the block, `hint` and `nbytes` use these sizes instead of the example inputs'."""
     token = _other_sizes.set({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
     try:
         yield
@@ -349,12 +365,12 @@ def sizes_as(sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
 
 
 def other_sizes() -> dict[sympy.Symbol, int]:
-    """The sizes that hold in place of the example inputs', where this is within `sizes_as`."""
+    """Returns the sizes of the enclosing `sizes_as`; {} outside of one."""
     return {symbol: int(size) for symbol, size in (_other_sizes.get() or {}).items()}
 
 
 def nbytes(value: Tensor) -> int:
-    """The bytes of a whole value, with the sizes of the example inputs."""
+    """Returns the bytes of an unsharded value, with the sizes of the example inputs."""
     total = value.dtype.itemsize
     for size in value.shape:
         total *= hint(size)
@@ -362,7 +378,7 @@ def nbytes(value: Tensor) -> int:
 
 
 def uses_rng(node: fx.Node) -> bool:
-    """Whether an op draws random numbers, with these arguments."""
+    """Returns whether an op draws random numbers with these arguments."""
     return is_tensor_op(node) and is_random(node.target) and bound_args(node).get("dropout_p", 1.0) > 0
 
 
@@ -373,9 +389,9 @@ _OF_MEMORY = frozenset([
 
 
 def reads_memory(node: fx.Node) -> bool:
-    """Whether an op's results may depend on how its operands lie in memory, which collectives change.
+    """Returns whether results may depend on the operands' strides, which collectives change.
 
-    Of an op that is not PyTorch's own only its author knows: it may read strides, or assume that there are no gaps.
+    Custom ops count: only their authors know whether they read strides or assume contiguous memory.
     """
     target = node.target
     is_foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "torchshard")
@@ -383,10 +399,10 @@ def reads_memory(node: fx.Node) -> bool:
 
 
 def drop_dead_code(module: fx.GraphModule) -> bool:
-    """Removes ops whose results are not used; returns whether there were any.
+    """Removes ops with unused results; returns whether it removed any.
 
-    Never removes a collective: its result may be unused here, but other ranks would wait for it. Placeholders stay,
-    because they are the graph's signature, and ops that write.
+    Never removes a collective: its result may be unused here, but other ranks would wait for it.
+    Placeholders stay, because they are the graph's signature, and ops that write.
     """
     return bool(module.graph.eliminate_dead_code(_is_kept))
 
@@ -398,22 +414,23 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether an op does something besides computing its results: it writes to an operand, or asserts."""
+    """Returns whether an op has a side effect: it writes to an operand, or asserts."""
     if node.op != "call_function":
         return False
     return bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))
 
 
 def is_inplace(node: fx.Node) -> bool:
-    """Whether a node calls an op that writes to an argument."""
+    """Returns whether a node calls an op that writes to an argument."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result is memory of its operand, so that computing it costs nothing but the call."""
+    """Returns whether a node's result shares its operand's memory, so it costs only the call."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
+    # its schema declares no alias, but its result shares memory
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     if not isinstance(node.target, OpOverload):
@@ -423,7 +440,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def written_state(graph: fx.Graph) -> list[fx.Node]:
-    """The buffers and parameters that a graph's ops may write to."""
+    """Returns the buffers and parameters that a graph's ops may write to."""
     return [node for node in placeholders(graph) if any(_may_write_to(node, user) for user in node.users)]
 
 
@@ -434,7 +451,11 @@ def _may_write_to(state: fx.Node, user: fx.Node) -> bool:
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
-    """Sets meta['needs_grad']: whether a gradient flows back through a value, from a result to a parameter or input."""
+    """Sets meta['needs_grad']: whether a gradient flows through a value to a parameter or input.
+
+    Args:
+        trainable: the paths of the parameters and inputs that require gradients.
+    """
     # First forward, from the parameters and inputs, then backward, from the results: both must reach a value.
     names, reached = set(trainable), dict[fx.Node, bool]()
     for node in module.graph.nodes:
@@ -451,18 +472,18 @@ def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
 
 
 def is_float(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a floating or complex tensor: one that may have a gradient."""
+    """Returns whether a value is a floating or complex tensor: one that may have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def record(
     graph: fx.Graph, function: Callable[..., Any], args: Iterable[Argument], kwargs: Mapping[str, Argument]
 ) -> Any:
-    """Appends to a graph what a function does with some arguments; nodes among them are passed as Proxies."""
+    """Traces a function into a graph, appending its ops; node arguments become Proxies."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
     def proxy(node: fx.Node) -> Argument:
-        # fx does not count its proxies among arguments, but maps to them as to any other value
+        # fx's types don't list Proxy among arguments, but `map_arg` accepts it like any other value
         return cast(Argument, fx.Proxy(node, tracer))
 
     args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), proxy)
@@ -476,10 +497,10 @@ def record_local(
     args: Iterable[Argument],
     kwargs: Mapping[str, Argument],
 ) -> Any:
-    """As `record`, of what a rule computes in place of a node's op: a rule may be the user's own.
+    """Traces a rule's local function into a graph, in place of a node's op.
 
     Raises:
-        RuleError: the function fails.
+        RuleError: the function, which may be the user's own, fails.
     """
     try:
         return record(graph, function, args, kwargs)
@@ -495,7 +516,7 @@ def record_local(
 
 
 def fake_mode(graph: fx.Graph) -> Mode:
-    """The fake mode that the graph's values belong to."""
+    """Returns the fake mode of a graph's values."""
     for node in graph.nodes:
         for value in values(node):
             if isinstance(value, FakeTensor):
@@ -504,13 +525,13 @@ def fake_mode(graph: fx.Graph) -> Mode:
 
 
 def guards(mode: Mode) -> list[sympy.Basic]:
-    """The guards that PyTorch has added on the dynamic sizes of a fake mode, in order."""
+    """Returns the guards that PyTorch has added on the dynamic sizes of a fake mode, in order."""
     shape_env = getattr(mode, "shape_env", None)
     return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
 
 
 def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
-    """Whether guards were added that do not restate a known guard in terms of a rank's sizes."""
+    """Returns whether PyTorch added guards that don't restate a known one in local sizes."""
     added = guards(mode)[len(known) :]
     if not added:
         return False
@@ -519,7 +540,7 @@ def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
 
 
 def _reduced(guard: sympy.Basic) -> sympy.Basic:
-    """Divides an equation by the common integer factor of its terms, so that 4 a = 4 b and a = b compare equal."""
+    """Divides an equation by its terms' common integer, so 4 a = 4 b and a = b compare equal."""
     if not isinstance(guard, sympy.Eq):
         return guard
     _, primitive = sympy.expand(guard.lhs - guard.rhs).as_content_primitive()
@@ -537,7 +558,7 @@ def faking(mode: Mode) -> Iterator[None]:
 
 
 def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> object:
-    """The result of an op on the fake values of its arguments."""
+    """Returns the result of an op on the fake values of its arguments."""
 
     def fake(node: fx.Node) -> Argument:
         value: Argument = node.meta["val"]
@@ -549,7 +570,7 @@ def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: M
 
 
 def in_numbers(value: T) -> T:
-    """A value with the sizes of the example inputs in place of dynamic ones; its tensors are new ones."""
+    """Replaces dynamic sizes by those of the example inputs; tensors are replaced by new ones."""
     return cast(T, map_aggregate(cast(Any, value), _in_numbers))
 
 
@@ -568,7 +589,7 @@ def _in_numbers(value: Argument) -> Argument:
 def emit(
     module: fx.GraphModule, target: Target, args: tuple[Argument, ...], like: fx.Node, **kwargs: Argument
 ) -> fx.Node:
-    """Adds an op node at the insertion point, with its fake value and with the origin of another node."""
+    """Inserts an op at the insertion point, with its fake value and `like`'s `ORIGIN` facts."""
     assert callable(target)
     node = module.graph.call_function(target, args, kwargs)
     node.meta = {k: like.meta[k] for k in ORIGIN if k in like.meta}
@@ -577,13 +598,13 @@ def emit(
 
 
 def where(node: fx.Node) -> str:
-    """'node add, module blocks.0, mlp.py:12': a node as errors name it."""
+    """Returns a node's description for errors: 'node add, module blocks.0, mlp.py:12'."""
     parts = [f"node {node.name}", node.meta.get("module") and f"module {node.meta['module']}", node.meta.get("source")]
     return ", ".join(p for p in parts if p)
 
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph, made as by `empty_module`; fake values are shared."""
+    """Returns a copy of a graph, which needs `recompile()` to be called; fake values are shared."""
     result = empty_module(module.meta)
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -593,10 +614,10 @@ def duplicate(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def empty_module(meta: Mapping[str, Any]) -> fx.GraphModule:
-    """A module whose graph has no nodes yet.
+    """Returns a module with an empty graph.
 
-    One that is to be called needs `recompile()` first. Most are only read or run node by node, and to generate code
-    takes longer than to add the nodes.
+    Call `recompile()` before calling it. Most graphs are only read or run node by node, and
+    generating code takes longer than adding the nodes.
     """
     module = fx.GraphModule(nn.Module(), fx.Graph())
     module.meta = dict(meta)
@@ -604,5 +625,5 @@ def empty_module(meta: Mapping[str, Any]) -> fx.GraphModule:
 
 
 def name_after(node: fx.Node, name: str) -> None:
-    """Names a new node, with a number behind the name if another node has it."""
+    """Names a new node, with a number appended if another node has the name."""
     node._rename(name)

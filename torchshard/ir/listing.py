@@ -4,7 +4,7 @@
       q           = linear(x_copy, q.weight)     f32[2,8,8@tp]      split n: ... k, n k -> ... n
     * out_reduce  = reduce(out)                  f32[2,8,16]        from f32[2,8,16] P@tp, for add
 
-A star marks a collective. Shapes are global until `localize` and say how the ranks hold a value; then the rank's own.
+A star marks a collective. Types have global shapes and shardings; after `localize`, local shapes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _reason(node: fx.Node, names: Names) -> str:
 
 
 def purpose(collective: fx.Node, names: Names) -> str:
-    """What a collective converts, and for whom, or whose gradient."""
+    """Returns a collective's reason: its operand's type and consumers, or the gradient it sums."""
     if collective.meta.get("is_backward") and "gradient_of" in collective.meta:
         return f"gradient of {', '.join(collective.meta['gradient_of'])}"
     if "note" not in collective.meta:
@@ -68,18 +68,18 @@ def purpose(collective: fx.Node, names: Names) -> str:
 
 
 def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "", fits: bool = False) -> str:
-    """One line per op of a graph, in order; parameters and inputs appear as arguments only.
+    """Returns one line per op of a graph, in order; parameters and inputs appear as arguments only.
 
     Args:
         sources: whether to print the user's file and line.
-        within: the path of a module, to list only the ops of it and its children.
-        fits: whether lines are cut where the terminal is too narrow for them.
+        within: the path of a module, to list only its ops and its children's.
+        fits: whether to wrap lines that are too long for the terminal.
     """
     return lines([node for node in module.graph.nodes if _is_shown(node, within)], sources=sources, fits=fits)
 
 
 def lines(nodes: Sequence[fx.Node], *, sources: bool = True, fits: bool = False) -> str:
-    """The lines of some nodes of a graph."""
+    """Returns the lines of some nodes of a graph."""
     names = size_names(nodes[0].graph) if nodes else {}
     rows = [_row(node, sources, names) for node in nodes]
     if fits and any(len(GAP.join(filter(None, row))) > terminal_width() for row in rows):
@@ -91,7 +91,7 @@ def lines(nodes: Sequence[fx.Node], *, sources: bool = True, fits: bool = False)
 
 
 def _facts(*facts: str) -> str:
-    """What is known of an op, in a line below it."""
+    """Joins the facts about an op into an indented line, to go below its call."""
     return " " * 6 + GAP.join(filter(None, facts))
 
 
@@ -101,7 +101,7 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 _MOST_COLUMNS = 60
-"""The width up to which a cell is padded: one long call must not move the shapes of all others to the right."""
+"""The width up to which cells are padded: a longer call must not move all shapes to the right."""
 
 
 def _is_shown(node: fx.Node, within: str) -> bool:
@@ -109,7 +109,7 @@ def _is_shown(node: fx.Node, within: str) -> bool:
 
 
 def is_within(node: fx.Node, module: str) -> bool:
-    """Whether a node is an op of a module or its children; '' is the model."""
+    """Returns whether a node is an op of a module or of its children; '' is the model."""
     return node.op == "call_function" and is_part(node.meta.get("module", ""), module)
 
 

@@ -1,6 +1,7 @@
-"""Where a graph ends a segment: behind a result of the model of which another result is computed.
+"""Splits a graph into segments: one ends after a result of the model that leads to another result.
 
-Users may ask for the gradient of the former, so that autograd passes gradients there from one segment to another.
+Users may ask for the gradient of the earlier result, so autograd must pass gradients between the
+segments there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torchshard.ir.graph import is_view
 
 
 def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The ops of a graph but those that take an element of another's result, which belong to that."""
+    """Returns the ops of a graph without `getitem`, which belongs to its operand."""
     return (node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem)
 
 
@@ -23,7 +24,7 @@ def is_view_result(node: fx.Node, results: set[fx.Node]) -> bool:
 
 
 def parts_between(graph: fx.Graph, results: set[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The ops of each segment; those that are views of results are in segments of their own."""
+    """Yields the ops of each segment; a view that is a result is a segment of its own."""
     part: list[fx.Node] = []
     for node in ops_of(graph):
         values = list(with_elements(node))
@@ -37,7 +38,7 @@ def parts_between(graph: fx.Graph, results: set[fx.Node]) -> Iterator[list[fx.No
 
 
 def with_elements(node: fx.Node) -> Iterator[fx.Node]:
-    """An op, and the nodes that take an element of its result."""
+    """Yields an op, then the nodes that select an element of its result."""
     yield node
     for user in node.users:
         if user.target is operator.getitem:
@@ -45,7 +46,7 @@ def with_elements(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _leads_to(node: fx.Node, others: set[fx.Node]) -> bool:
-    """Whether a gradient of one of the other results flows back through a node."""
+    """Returns whether a gradient of one of the other results flows back through a node."""
     seen, waiting = {node}, [node]
     while waiting:
         users = {user for user in waiting.pop().users if user.meta.get("needs_grad")} - seen

@@ -1,4 +1,4 @@
-"""What people call the dynamic sizes of a graph: `f32[batch,length,256]`, where a capture has symbols of its own."""
+"""Readable names for a graph's dynamic sizes: `f32[batch,length,256]` instead of symbols."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torchshard.core.sharding import UNSHARDED, Sharding, split_text
 from torchshard.ir.graph import Size, carried_inputs, hint, is_tensor, placeholders, size_expr
 
 WORDS = ("batch", "length")
-"""The first dim of what a model is called with, and those after it; the second of a kind is `length_2`."""
+"""The first dim of a call's tensors, and later dims; a second size of one kind is `length_2`."""
 PAST = "past"
-"""The length of what earlier calls have left, such as a cache."""
+"""The length of a carried value, such as a cache."""
 
 Names = Mapping[sympy.Symbol, sympy.Expr]
-"""A symbol -> the same size in words: where the batch is `2*s0`, `s0` is `batch/2`."""
+"""Symbol -> the size in words: if the batch is `2*s0`, then `s0` is `batch/2`."""
 
 
 def size_names(graph: fx.Graph) -> Names:
-    """The names of a graph's dynamic sizes; a rank's graph has those of the whole call."""
+    """Returns the names of a graph's dynamic sizes; in a rank's graph, of the global sizes."""
     module = graph.owning_module
     named: Mapping[str, Size] = {} if module is None else module.meta.get("named_sizes", {})
     names: dict[sympy.Symbol, sympy.Expr] = {}
@@ -34,11 +34,12 @@ def size_names(graph: fx.Graph) -> Names:
 
 
 def name_sizes(module: fx.GraphModule) -> None:
-    """Names the dynamic sizes by where the call's tensors have them, in this graph and in what is made of it."""
+    """Names dynamic sizes by their dims in the call's tensors, also for graphs made of this one."""
     graph = module.graph
     taken = [node for node in placeholders(graph) if node.meta["kind"] == "input" and is_tensor(node)]
     carried = set(carried_inputs(graph))
     named: dict[str, Size] = {}
+    # inputs come first: a size that a carried value has too is named after the input
     for node in sorted(taken, key=carried.__contains__):
         for dim, size in enumerate(node.meta["val"].shape):
             expr = size_expr(size)
@@ -50,15 +51,18 @@ def name_sizes(module: fx.GraphModule) -> None:
 
 
 def call_sizes(module: fx.GraphModule, parts: int = 1) -> list[str]:
-    """The sizes of the call that a graph was captured from: 'batch 2', 'length 128', fixed ones too.
+    """Returns the sizes of the call that a graph was captured from: 'batch 2', 'length 128'.
+
+    Fixed sizes are included.
 
     Args:
-        parts: of the batch, of which the graph has one.
+        parts: the number of shards of the batch; the graph has one of them.
     """
     taken = (node for node in placeholders(module.graph) if node.meta["kind"] == "input" and is_tensor(node))
     first = next((node.meta["val"] for node in taken if node.meta["val"].ndim), None)
     sizes: dict[str, Size] = {}
     if first is not None:
+        # the second dim of token ids is a length; for floats it may be features or channels
         words = WORDS[:1] if first.is_floating_point() else WORDS
         sizes = dict(zip(words, first.shape, strict=False))
     all_sizes = sizes | module.meta.get("named_sizes", {})
@@ -73,11 +77,11 @@ def value_text(
     shape: Sequence[Size] | None = None,
     held: Sharding = UNSHARDED,
 ) -> str:
-    """'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None.
+    """Returns 'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None.
 
     Args:
-        shape: that of the whole, where the tensor has a part's.
-        held: how the ranks hold the tensor: 'f32[batch,length,16@tp]'.
+        shape: the global shape, if the tensor has a local one.
+        held: the tensor's sharding: 'f32[batch,length,16@tp]'.
     """
     if isinstance(value, Tensor):
         sizes = [_text(size, names) for size in (value.shape if shape is None else shape)]
