@@ -1,4 +1,4 @@
-"""Layers to build a split model from, without `torchshard.shard`."""
+"""Layers for models that are split by hand, without `torchshard.shard`."""
 
 from torchshard.nn import functional
 from torchshard.nn.modules import ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear

@@ -1,13 +1,14 @@
-"""Linear, embedding and cross entropy on slices of their weights or inputs, by the rules that graphs are split by.
+"""Linear, embedding and cross entropy on slices of weights or inputs, using the rules of graphs.
 
     y = parallel_linear(x, weight, bias, dim=1)        # column: weight[out / n, in], the result stays split
     z = parallel_linear(y, weight, bias, dim=0, input_is_parallel=True)          # row: weight[out, in / n]
     e = parallel_embedding(ids, weight, dim=0)         # vocabulary: weight[num / n, dim]
     l = parallel_cross_entropy(logits, labels, dim=-1) # classes: logits[batch, classes / n]
 
-Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split: no tensor
-carries a mark, which the next op would lose. Unless `size=` gives the global size of a split dim, each call asks the
-ranks for it in a small message. In a group of one these are PyTorch's own functions.
+Gradients equal the unsharded functions' gradients; the gradient of a slice is a slice. Arguments,
+not tensors, specify the sharding, because the next op would drop a mark on a tensor. Without
+`size=`, each call exchanges a small message to compute the global size of the split dim. In a group
+of one rank, these call PyTorch's own functions.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from torchshard.runtime.digests import is_here, values_digest
 aten = torch.ops.aten
 Reduction = Literal["none", "mean", "sum"]
 REDUCTIONS: dict[Reduction, int] = {"none": 0, "mean": 1, "sum": 2}
-"""How `aten.cross_entropy_loss` writes them."""
+"""The numbers of the reductions in `aten.cross_entropy_loss`."""
 
 
 # --- linear ----------------------------------------------------------------------------------------------------------
 
 
 class LinearOptions(NamedTuple):
-    """How a linear is split."""
+    """The way a linear is split."""
 
     dim: int | None
     input_is_parallel: bool
     gather_output: bool
 
     def check(self) -> None:
-        """Raises InputError if a linear can't be split so."""
+        """Raises InputError if an option does not fit the split."""
         _check_dim(self.dim, "linear")
         by_columns = self.dim in (1, -1)
         if (self.input_is_parallel and self.dim != 0) or (self.gather_output and not by_columns):
@@ -56,7 +57,7 @@ class LinearOptions(NamedTuple):
             )
 
     def check_input(self, input: Tensor, weight: Tensor) -> None:
-        """Raises InputError if the options are wrong, or an input does not fit this rank's weight."""
+        """Raises InputError if an option, or the input to this rank's weight, does not fit."""
         self.check()
         if self.input_is_parallel or self.dim != 0:
             _check_features(input, weight.shape[1], "the whole input, or input_is_parallel as the input is")
@@ -72,23 +73,24 @@ def parallel_linear(
     input_is_parallel: bool = False,
     gather_output: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.linear` with this rank's slice of the weight.
+    """Computes `torch.nn.functional.linear` with this rank's slice of the weight.
 
     Args:
-        input: `[..., in]`, the whole on every rank; `[..., in / n]` with `input_is_parallel`.
+        input: `[..., in]`, replicated; `[..., in / n]` with `input_is_parallel`.
         weight: `[out, in]` for `dim=None`, `[out / n, in]` for 1 or -1, `[out, in / n]` for 0.
         bias: `[out]`, for 1 or -1 `[out / n]`.
-        dim: None: not split; 1 or -1: by columns; 0: by rows. The numbers are dims of the transposed weight,
-            `[in, out]`.
-        size: the global size of what is split (`out` by columns, `in` by rows).
-        input_is_parallel: the input is split along its last dim already, as the result of a split by columns is.
-        gather_output: joins the result of a split by columns.
+        dim: None: not split; 1 or -1: by columns; 0: by rows. The numbers are dims of the
+            transposed weight, `[in, out]`.
+        size: the global size of the split dim (`out` by columns, `in` by rows).
+        input_is_parallel: the input is already split along its last dim, as a split by columns
+            returns it.
+        gather_output: gathers the result of a split by columns.
 
     Returns:
         `[..., out]`, by columns `[..., out / n]`.
 
     Raises:
-        InputError: the sizes don't fit, or an option is of the other split.
+        InputError: the sizes don't fit, or an option does not fit the split.
         DistributedError: the ranks' calls differ.
 
     Source: Megatron's `ColumnParallelLinear` and `RowParallelLinear`.
@@ -105,7 +107,7 @@ def _linear_by_columns(
     group: Group, input: Tensor, weight: Tensor, bias: Tensor | None, size: int | None, options: LinearOptions
 ) -> Tensor:
     out_features = _linear_size(group, input, weight, bias, size, options)
-    options.check_input(input, weight)  # a call whose signature was verified before is not checked there
+    options.check_input(input, weight)  # `_linear_size` skips this check if the call's signature was verified before
     x = Piece(input, I, tuple(input.shape))
     w = Piece(weight, Shard(0), (out_features, weight.shape[1]))
     b = None if bias is None else Piece(bias, Shard(0), (out_features,))
@@ -125,14 +127,14 @@ def _linear_by_rows(
     x = Piece(input, layout, (*input.shape[:-1], in_features))
     w = Piece(weight, Shard(1), (weight.shape[0], in_features))
     product = convert(run(aten.linear.default, "k", group, x, w, None), I, group)
-    # After the sum over the ranks: each rank has the whole bias, which must be added once.
+    # After the sum over the ranks: the bias is replicated, and must be added once.
     return product if bias is None else product + bias.to(product.dtype)
 
 
 def _linear_size(
     group: Group, input: Tensor, weight: Tensor, bias: Tensor | None, size: int | None, options: LinearOptions
 ) -> int:
-    """The global size of the weight's split dim, after the ranks have verified the call."""
+    """Returns the global size of the weight's split dim, after the ranks have verified the call."""
     facts = {
         "input": _tensor_fact(input, input.shape[:-1]), "input_is_parallel": options.input_is_parallel,
         "bias": _tensor_fact(bias, ()),
@@ -166,15 +168,15 @@ def parallel_embedding(
     *,
     size: int | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.embedding` with this rank's slice of the table; the result is whole.
+    """Computes `torch.nn.functional.embedding` with this rank's slice; the result is replicated.
 
     Args:
-        input: indices into the whole table, of any shape, the same on every rank.
+        input: indices into the full table, of any shape, the same on every rank.
         weight: `[num, width]` for `dim=None`, `[num / n, width]` for 0, `[num, width / n]` for 1 or -1.
-        padding_idx: a row of the whole table, which gets no gradient; counted from the end if negative.
-        scale_grad_by_freq: with `dim=0` the table is gathered, for each row's gradient depends on all indices.
+        padding_idx: a row of the full table, which gets no gradient; negative counts from the end.
+        scale_grad_by_freq: with `dim=0`, gathers the table: a row's gradient needs all indices.
         dim: None: not split; 0: by rows (the vocabulary); 1 or -1: by columns.
-        size: the global size of what is split (`num` by rows, `width` by columns).
+        size: the global size of the split dim (`num` by rows, `width` by columns).
 
     Raises:
         InputError: `max_norm` or `sparse` is set for a split table, or an option does not fit.
@@ -203,7 +205,7 @@ def _split_embedding(
 
 
 def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> None:
-    """Raises InputError if an embedding can't be split so."""
+    """Raises InputError if the options exclude a split."""
     _check_dim(dim, "embedding")
     for is_set, where, why in (
         (max_norm is not None, "max_norm=", "it changes rows of the table while they are looked up"),
@@ -214,7 +216,7 @@ def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> No
 
 
 def _padding_row(padding_idx: int | None, rows: int) -> int:
-    """The row as `aten.embedding` numbers it: not negative, -1 for none."""
+    """Returns the row as `aten.embedding` numbers it: not negative, or -1 without one."""
     if padding_idx is None:
         return -1
     if not -rows <= padding_idx < rows:
@@ -252,19 +254,20 @@ def parallel_cross_entropy(
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits that are split along a dim; the result is whole.
+    """Computes `torch.nn.functional.cross_entropy` of split logits; the result is replicated.
 
-    If the classes are split, the logits are never gathered.
+    Logits that are split by classes are never gathered.
 
     Args:
-        input: this rank's slice of the logits: `[classes]`, `[batch, classes]` or `[batch, classes, ...]`.
-        target: of the whole: class indices, or probabilities; the same on every rank.
-        weight: `[classes]`, the whole.
+        input: this rank's slice of the logits: `[classes]`, `[batch, classes]` or
+            `[batch, classes, ...]`.
+        target: unsharded class indices or probabilities, the same on every rank.
+        weight: `[classes]`, unsharded.
         dim: the split dim of the logits; None: they are not split.
         size: the global size of that dim.
 
     Raises:
-        InputError: the logits have no such dim, or there is no such reduction.
+        InputError: `dim` or `reduction` is invalid.
         DistributedError: the ranks' calls differ.
 
     Source: Megatron's `vocab_parallel_cross_entropy`, which has neither `weight` nor `ignore_index`.
@@ -320,7 +323,10 @@ def _check_dim(dim: int | None, what: str) -> None:
 
 
 def _tensor_fact(x: Tensor | None, shape: Sequence[int]) -> str | None:
-    """What must be equal of a tensor on all ranks; a gradient too, for the backward of one communicates."""
+    """Returns the facts about a tensor that must match on all ranks.
+
+    They include whether it needs a gradient, because its backward communicates.
+    """
     if x is None:
         return None
     gradient = " with a gradient" if needs_gradient(x) else ""
@@ -328,7 +334,7 @@ def _tensor_fact(x: Tensor | None, shape: Sequence[int]) -> str | None:
 
 
 def _values_fact(x: Tensor) -> str:
-    """The same for indices or labels, with a checksum of their values, which must be equal on all ranks."""
+    """Returns the facts about indices or labels that must match, with a checksum of values."""
     text = f"{_tensor_fact(x, x.shape)}"
     if is_here(x) and not x.is_floating_point() and own_group().level is not CheckLevel.OFF:
         return f"{text}, checksum {values_digest(x):x}"
@@ -345,14 +351,14 @@ def _global_size(
     facts: Mapping[str, Hashable],
     same: Tensor | None = None,
 ) -> int:
-    """The size of a split dim of all slices together; the ranks verify the call meanwhile.
+    """Returns the global size of a split dim. The ranks verify the call in the same message.
 
     Args:
-        check: raises if this rank can't make the call; the other ranks hear of it.
-        facts: what must be equal on all ranks.
-        same: a tensor whose values must be equal on all ranks.
+        check: raises if this rank can't make the call; the other ranks then raise too.
+        facts: must match on all ranks.
+        same: a tensor that must have the same values on all ranks.
     """
-    if torch.compiler.is_compiling():  # the messages of a verification can't be part of a compiled graph
+    if torch.compiler.is_compiling():  # a compiled graph can't contain a verification's messages
         return whole_size(name, x, dim, size, None, group)
     values = {} if same is None else {"values": _values_fact(same)}
     sizes = verify_tensor_call(group, name, x, dim, check, size=size, **values, **facts)

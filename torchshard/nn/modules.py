@@ -1,7 +1,8 @@
-"""Modules over `torchshard.nn.functional`. Weights are drawn on rank 0, as PyTorch's modules draw them, and split.
+"""Modules over `torchshard.nn.functional`.
 
-`split` of a module maps each split parameter to (dim, global size). `state_dict` has this rank's slices;
-`full_state_dict` of a whole model has the tensors that PyTorch's modules would have.
+Rank 0 draws the weights, as PyTorch's modules do, and the ranks split them. A module's `split` maps
+each split parameter to (dim, global size). `state_dict` returns this rank's slices;
+`full_state_dict` of a model returns the tensors of PyTorch's own modules.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from torchshard.nn import functional
 from torchshard.weights.parameter import ShardedParameter
 
 Split = dict[str, tuple[int, int]]
-"""Parameter -> (the dim that is split, its global size); parameters that every rank holds whole are left out."""
+"""Parameter -> (split dim, global size); without the replicated parameters."""
 LinearStyle = Literal["column", "row", "replicate"]
 EmbeddingStyle = Literal["vocab", "column", "replicate"]
 LINEAR_DIMS: Mapping[str, int | None] = {"column": 1, "row": 0, "replicate": None}
 EMBEDDING_DIMS: Mapping[str, int | None] = {"vocab": 0, "column": 1, "replicate": None}
-"""Style -> `dim` of the functions."""
+"""Style -> the functions' `dim`."""
 Device = torch.device | str | int | None
-"""As PyTorch's modules take it."""
+"""The types of `device=` in PyTorch's modules."""
 
 
 class Sliced(nn.Module):
-    """A module that holds slices of another module's parameters."""
+    """A module with slices of another module's parameters."""
 
     split: Split
     weight: Tensor
@@ -46,10 +47,10 @@ class Sliced(nn.Module):
         return self.split["weight"][1] if self.split else None
 
     def _take(self, whole: nn.Module, split: Split, *, share: bool) -> None:
-        """Takes this rank's slices of a module's parameters.
+        """Registers this rank's slices of a module's parameters.
 
         Args:
-            share: takes rank 0's parameters on all ranks, for each rank has drawn its own.
+            share: broadcasts rank 0's parameters first, because each rank has drawn different ones.
         """
         ranks, self.split = Ranks(own_group()), split
         group = ranks.group
@@ -60,13 +61,13 @@ class Sliced(nn.Module):
             if name in split:
                 dim, size = split[name]
                 tensor, layout = slice_of(tensor, Shard(dim), group.rank, group.size), Shard(dim, ((size, 1),))
-            own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
+            own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the full tensor in memory
             own.requires_grad_(parameter.requires_grad)
             of = ranks.sharding({MODEL: layout})
             self.register_parameter(name, ShardedParameter.of(own, of, ranks, name, parameter.shape))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps parameters sharded: for another type of device, PyTorch replaces them by plain ones."""
+        """Keeps parameters sharded: on a move to another device type, PyTorch makes them plain."""
         before = dict(self._parameters)
         super()._apply(fn, recurse)
         for name, parameter in before.items():
@@ -77,10 +78,10 @@ class Sliced(nn.Module):
 
 
 def _dim(dims: Mapping[str, int | None], style: object) -> int | None:
-    """The `dim` of a style.
+    """Returns the `dim` of a style.
 
     Raises:
-        InputError: there is no such style.
+        InputError: the style is unknown.
     """
     if not isinstance(style, str) or style not in dims:
         raise InputError(
@@ -96,16 +97,17 @@ class ParallelLinear(Sliced):
     """`torch.nn.Linear`, split by columns or by rows.
 
     Args:
-        in_features, out_features: of the whole.
-        style: "column": each rank has some of the outputs, weight `[out / n, in]`, and the result stays split; "row":
-            some of the inputs, `[out, in / n]`, and the result is whole; "replicate": all, on every rank.
-        input_is_parallel, gather_output: as `functional.parallel_linear` has them.
+        in_features, out_features: global sizes.
+        style: "column": each rank has some of the outputs, weight `[out / n, in]`, and the result
+            stays split; "row": some of the inputs, `[out, in / n]`, and the result is replicated;
+            "replicate": every rank has the full weight.
+        input_is_parallel, gather_output: see `functional.parallel_linear`.
 
-    Shape: by columns `[..., in]` gives `[..., out / n]`; by rows `[..., in]`, or `[..., in / n]` with
-    `input_is_parallel`, gives `[..., out]`.
+    Shape: by columns `[..., in]` gives `[..., out / n]`; by rows `[..., in]`, or `[..., in / n]`
+    with `input_is_parallel`, gives `[..., out]`.
 
     Raises:
-        InputError: there is no such style, or it has no such option.
+        InputError: the style is unknown, or does not have such an option.
 
     Source: Megatron-LM's `ColumnParallelLinear` and `RowParallelLinear`.
     """
@@ -130,7 +132,7 @@ class ParallelLinear(Sliced):
     def from_linear(
         cls, linear: nn.Linear, style: LinearStyle, *, input_is_parallel: bool = False, gather_output: bool = False
     ) -> Self:
-        """The same layer with this rank's slices; all ranks pass the same."""
+        """Returns a module with this rank's slices; all ranks must pass the same linear."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         options = functional.LinearOptions(_dim(LINEAR_DIMS, style), input_is_parallel, gather_output)
@@ -160,20 +162,21 @@ class ParallelLinear(Sliced):
         )
 
     def extra_repr(self) -> str:
-        """As `nn.Linear`'s, and how it is split."""
+        """Returns the options of `nn.Linear`, and the style."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, style={self.style!r}"
 
 
 class ParallelEmbedding(Sliced):
-    """`torch.nn.Embedding`, split by rows or by columns; the result is whole.
+    """`torch.nn.Embedding`, split by rows or by columns; the result is replicated.
 
     Args:
-        num_embeddings, embedding_dim: of the whole.
-        style: "vocab": each rank has some of the rows, weight `[num / n, width]`; "column": a part of each,
-            `[num, width / n]`; "replicate": all, on every rank, which `max_norm` and `sparse` need.
+        num_embeddings, embedding_dim: global sizes.
+        style: "vocab": each rank has some of the rows, weight `[num / n, width]`; "column": a part
+            of each row, `[num, width / n]`; "replicate": every rank has the full table, which
+            `max_norm` and `sparse` need.
 
     Raises:
-        InputError: there is no such style, or it can't have `max_norm` or `sparse`.
+        InputError: the style is unknown, or excludes `max_norm` or `sparse`.
 
     Source: Megatron-LM's `VocabParallelEmbedding`.
     """
@@ -198,7 +201,7 @@ class ParallelEmbedding(Sliced):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, style: EmbeddingStyle) -> Self:
-        """The same table with this rank's slices; all ranks pass the same."""
+        """Returns a module with this rank's slices; all ranks must pass the same embedding."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
         module._set(embedding, style, share=False)
@@ -228,21 +231,22 @@ class ParallelEmbedding(Sliced):
         )
 
     def extra_repr(self) -> str:
-        """As `nn.Embedding`'s, and how it is split."""
+        """Returns the options of `nn.Embedding`, and the style."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, style={self.style!r}"
 
 
 _MISSING: Final[Any] = object()
-"""The default of an argument that must be given, and for which None has a meaning."""
+"""The default of a required argument for which None has a meaning."""
 
 
 class ParallelCrossEntropyLoss(nn.Module):
-    """`torch.nn.CrossEntropyLoss` of logits that are split along `dim` (-1 or 1: the classes; None: not at all).
+    """`torch.nn.CrossEntropyLoss` of logits that are split along `dim`.
 
     Args:
-        weight: `[classes]`, the whole, on every rank.
-        dim, size: as `functional.parallel_cross_entropy` has them.
+        weight: `[classes]`, unsharded, on every rank.
+        dim, size: see `functional.parallel_cross_entropy`; `dim` is -1 or 1 for the classes,
+            None for logits that are not split.
     """
 
     def __init__(
@@ -282,5 +286,5 @@ class ParallelCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """How the logits are split."""
+        """Returns the split dim of the logits, and the reduction."""
         return f"dim={self.dim}, reduction={self.reduction!r}"

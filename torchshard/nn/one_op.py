@@ -1,10 +1,9 @@
-"""Runs one op on this rank's slices, by the op's rule: the row, the choice, conversions and replacement as in graphs.
+"""Runs one op on this rank's slices by its rule: row, choice, conversions, replacement.
 
     x I, weight S(0)     split n of "... k, n k -> ... n"     x becomes R by copy; the result is S(-1)
     x I, weight S(1)     split k                              x becomes S(-1) by scatter; the result is P
 
-So the functions of `torchshard.nn` have no sharding mathematics of their own: what is wrong or right in a rule is so
-in graphs too.
+`torchshard.nn` thus shares its sharding mathematics with graphs, and a bug in a rule shows in both.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torchshard.rules.registry import RULES, Call, TensorType
 
 
 class Piece(NamedTuple):
-    """This rank's part of a tensor: a slice, the whole, or a partial sum."""
+    """This rank's share of a tensor: a slice, the full value, or a partial sum."""
 
     tensor: Tensor
     layout: Layout
@@ -36,15 +35,15 @@ class Piece(NamedTuple):
 
 
 Setting = bool | int | float | None
-"""An argument of an op that is not a tensor, or a tensor that is left out."""
+"""An argument of an op that is not a tensor, or None for an omitted tensor."""
 
 
 def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piece:
-    """Runs an op split along an axis; on gathered operands if its rule does not allow that split.
+    """Runs an op split along a factor, or on gathered operands if its rule forbids that split.
 
     Args:
-        op: has one result.
-        axis: of the op's row.
+        op: an op with one result.
+        axis: a factor of the op's row.
         args: the op's arguments in order.
     """
     types = tuple(TensorType(a.shape, a.tensor.dtype) if isinstance(a, Piece) else a for a in args)
@@ -56,19 +55,19 @@ def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piec
 
 
 def convert(piece: Piece, target: Layout, group: Group) -> Tensor:
-    """The tensor in another layout."""
+    """Returns the tensor in another layout."""
     x, source, shape = piece
     steps = plan_conversion(source, target, needs_grad=needs_gradient(x))
     assert steps is not None, (source, target)
     for step in steps:
         args = hashable(step_args(step.source, step.target, shape))
         op = getattr(torch.ops.torchshard, step.name).default
-        # torch.compile can trace operators only; without it a direct call saves the dispatcher's time.
+        # torch.compile traces only operators; otherwise a direct call saves the dispatcher's time.
         x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, group.name)
     return x
 
 
-# Cached, for a training loop runs the same few ops with the same shapes at each step.
+# Cached, because a training loop runs the same few ops with the same shapes at each step.
 @lru_cache(maxsize=4096)
 def _row_and_choice(
     op: OpOverload, axis: str, world: int, types: tuple[TensorType | Setting, ...]
@@ -82,7 +81,7 @@ def _row_and_choice(
 
 @lru_cache(maxsize=4096)
 def _result_type(op: OpOverload, types: tuple[TensorType | Setting, ...]) -> TensorType:
-    """The type of an op's result, found by running it on the meta device."""
+    """Returns the type of an op's result, found by running it on the meta device."""
     args = [torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, TensorType) else t for t in types]
     result = cast(Tensor, op(*args))
     return TensorType(tuple(result.shape), result.dtype)

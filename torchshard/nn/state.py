@@ -1,4 +1,4 @@
-"""State dicts of models that have split modules, in the form of PyTorch's own modules: with whole parameters."""
+"""State dicts of models with split modules, with the unsharded parameters of PyTorch's modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchshard.runtime.state import check_full_state
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:
-    """The layouts of split parameters, each a Shard with the global size; parameters that are not in it are whole."""
+    """Returns the layouts of split parameters, as Shards with the global size."""
     return dict(_split_parameters(model))
 
 
@@ -27,10 +27,10 @@ def _split_parameters(model: nn.Module) -> Iterator[tuple[str, Shard]]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict with whole parameters, the same on every rank: a collective call, all ranks must make it.
+    """Returns the state dict with unsharded parameters on every rank; all ranks must call it.
 
-    `torch.save` of it on one rank is loaded by PyTorch's own modules, or by `load_full_state_dict` on any number of
-    ranks.
+    After `torch.save` on one rank, PyTorch's own modules can load it, as can `load_full_state_dict`
+    on any number of ranks.
     """
     layouts, group = split_parameters(model), own_group()
     state = {name: value.detach() for name, value in model.state_dict().items()}
@@ -39,7 +39,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Takes this rank's slices of a state dict with whole parameters.
+    """Copies this rank's slices of a state dict with unsharded parameters into the model.
 
     Raises:
         InputError: a name is missing, unknown, or has another shape.
