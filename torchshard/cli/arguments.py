@@ -1,4 +1,4 @@
-"""The arguments of the commands: a function for each group of them, which adds it to a command's parser."""
+"""The arguments of the commands: each function adds one group of them to a command's parser."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folde
 
 _SAME = ("axes", "batch", "data", "length", "machine", "memory", "mesh", "mode", "recompute")
 _OPTIONS = {name: f"--{name}" for name in _SAME} | {"world_size": "--ranks"}
-"""The arguments of the library's functions -> the options that give them."""
+"""An argument of the library's functions -> the option that sets it."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
 
 
 def as_options(text: str) -> str:
-    """What is said of the functions' arguments, as people type it here: 'mesh={"dp": 2}' is '--mesh dp=2'."""
+    """Rewrites arguments of functions in a text as options: 'mesh={"dp": 2}' as '--mesh dp=2'."""
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
@@ -31,7 +31,7 @@ def as_options(text: str) -> str:
 
 
 def model(command: argparse.ArgumentParser) -> None:
-    """The model, and the call of it that is planned for."""
+    """Adds the model and options for its example inputs."""
     command.add_argument("model", metavar="MODEL", help=_MODEL)
     command.add_argument("--weights", metavar="FOLDER", help=_WEIGHTS)
     text = "of the example inputs, on each part of the batch; of `meshes`, of all ranks (2)"
@@ -43,18 +43,18 @@ def model(command: argparse.ArgumentParser) -> None:
 
 
 def plan_file(command: argparse.ArgumentParser) -> None:
-    """A plan's file, which is planned again."""
+    """Adds the file of a plan to plan again."""
     command.add_argument("file", metavar="FILE", help="a plan's JSON, as plan --json wrote it")
 
 
 def pins(command: argparse.ArgumentParser) -> None:
-    """Styles by globs of modules."""
+    """Adds pins: styles of modules, selected by globs."""
     text = "a style of the modules that a glob names: '*.mlp.up=column', '*.experts=replicate'"
     command.add_argument("--pin", type=_pin, default=[], action="append", metavar="GLOB=STYLE", help=text)
 
 
 def _pin(text: str) -> tuple[str, str]:
-    """A glob of modules and a style: '*.up=column'."""
+    """Parses a glob of modules and a style: '*.up=column'."""
     glob, sign, style = text.rpartition("=")
     if not sign or not style:
         raise argparse.ArgumentTypeError(f"{text!r} is no pin such as '*.up=column'")
@@ -62,7 +62,7 @@ def _pin(text: str) -> tuple[str, str]:
 
 
 def planning(command: argparse.ArgumentParser) -> None:
-    """The ranks and their mesh, and what is known of the plan before."""
+    """Adds the ranks, their mesh, and the constraints on a plan."""
     command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
     command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
     text = "the ranks, or those of all axes of the mesh but the last, divide the batch; shard: and hold slices of the "
@@ -73,12 +73,12 @@ def planning(command: argparse.ArgumentParser) -> None:
 
 
 def world(command: argparse.ArgumentParser) -> None:
-    """The number of ranks alone."""
+    """Adds the number of ranks, without a mesh."""
     command.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
 
 
 def where(command: argparse.ArgumentParser) -> None:
-    """The machine, and the memory of a rank."""
+    """Adds the machine, and the memory of a rank."""
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     from torchshard.plans.machine import MACHINES
 
@@ -87,7 +87,7 @@ def where(command: argparse.ArgumentParser) -> None:
 
 
 def aim(command: argparse.ArgumentParser) -> None:
-    """What the best plan is the best for."""
+    """Adds the objective of the planner."""
     where(command)
     command.add_argument(
         "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
@@ -102,7 +102,7 @@ def aim(command: argparse.ArgumentParser) -> None:
 
 
 def _mesh(text: str) -> dict[str, int]:
-    """The axes of a mesh: 'dp=8,tp=4'."""
+    """Parses the axes of a mesh: 'dp=8,tp=4'."""
     sizes = _by_name(text)
     if not all(name and size.isdecimal() for name, size in sizes.items()):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
@@ -110,13 +110,13 @@ def _mesh(text: str) -> dict[str, int]:
 
 
 def _data(text: str) -> str | dict[str, str]:
-    """A way to divide the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
+    """Parses a way to split the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
     ways = _by_name(text)
     return text if list(ways) == [""] else ways
 
 
 def _by_name(text: str) -> dict[str, str]:
-    """What is said of each axis: 'dp=8,tp=4'."""
+    """Parses one value per axis: 'dp=8,tp=4'."""
     pairs = [part.rpartition("=")[::2] for part in text.split(",")]
     if len(pairs) > len(dict(pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} says two things of one axis")
@@ -124,20 +124,20 @@ def _by_name(text: str) -> dict[str, str]:
 
 
 def mode(command: argparse.ArgumentParser) -> None:
-    """Training or inference."""
+    """Adds the choice between training and inference."""
     text = "infer: calls without gradients; with --length a decode step, else a prompt"
     command.add_argument("--mode", default="train", choices=("train", "infer"), help=text)
     command.add_argument("--length", type=int, metavar="N", help="tokens in the cache of a decode step")
 
 
 def plan_files(command: argparse.ArgumentParser) -> None:
-    """Where to write a plan."""
+    """Adds the files that a plan is written to."""
     command.add_argument("--json", metavar="FILE", help="write the plan")
     command.add_argument("--html", metavar="FILE", help="write a page with the graph and its collectives")
 
 
 def picture(command: argparse.ArgumentParser) -> None:
-    """What to draw, and where."""
+    """Adds the content and the file of a picture."""
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
     command.add_argument("--step", action="store_true", help="rank 0's forward and backward, as they run")
     text = "an .svg of this module alone, with a lane for each rank; auto: the layer that takes the most time"
@@ -145,16 +145,16 @@ def picture(command: argparse.ArgumentParser) -> None:
 
 
 def output(command: argparse.ArgumentParser) -> None:
-    """Where to write a machine."""
+    """Adds the file that a machine is written to."""
     command.add_argument("output", metavar="FILE", help="x.json, for --machine")
 
 
 def level(command: argparse.ArgumentParser) -> None:
-    """How much of the graph to print."""
+    """Adds the level of detail of a printed graph."""
     text = "node: a line per op of the graph; step: rank 0's forward and backward, as they run"
     command.add_argument("--level", default="table", choices=("table", "node", "step"), help=text)
 
 
 def processes(command: argparse.ArgumentParser) -> None:
-    """Where a check runs."""
+    """Adds the choice between simulated ranks and processes."""
     command.add_argument("--processes", action="store_true", help="real ranks instead of simulated ones")

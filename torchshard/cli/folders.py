@@ -1,4 +1,7 @@
-"""The command line's weights: safetensors files, checked against a model by their headers, and read if it is run."""
+"""Weights for the command line: safetensors files.
+
+Their headers are checked against a model; values are read only if the model runs.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +22,27 @@ from torchshard.weights.safetensors_files import INDEX
 
 Folder = str | os.PathLike[str]
 SHOWN_NAMES = 3
-"""How many missing or unused names are printed."""
+"""The maximum number of missing or unused names that are printed."""
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds safetensors files, or an index of some."""
+    """Returns whether a folder contains safetensors files or an index of some."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
 def with_weights(model: nn.Module, folder: Folder, *, real: bool) -> nn.Module:
-    """The model, once the files of a folder are known to fit it; a line on stderr says what is missing and unused.
+    """Returns the model after checking a folder's files against it.
+
+    A line on stderr lists missing and unused names.
 
     Args:
-        real: returns a copy in memory that has the files' values, instead of the model as it is.
+        real: returns a copy in memory with the files' values, instead of the model itself.
 
     Raises:
-        InputError: the files can't be read, or hold another model's weights.
+        InputError: the files can't be read, or contain another model's weights.
     """
     with warnings.catch_warnings():
-        # The line below says what is missing, on stderr and without Python's place of the warning.
+        # The note below lists missing names on stderr, without a warning's file and line.
         warnings.simplefilter("ignore", UserWarning)
         weights = read_folder(model_without_storage(model), shared_names(model), folder)
     note(f"weights of {os.fspath(folder)}: {_summary(model, weights)}")
@@ -45,7 +50,7 @@ def with_weights(model: nn.Module, folder: Folder, *, real: bool) -> nn.Module:
 
 
 def note(text: str) -> None:
-    """Prints a line on stderr, unless this is one of several ranks, which all would print it."""
+    """Prints a line on stderr, except on one of several ranks, each of which would print it."""
     if not is_initialized():
         print(text, file=sys.stderr)
 
@@ -62,7 +67,7 @@ def _summary(model: nn.Module, weights: Weights) -> str:
 
 
 def _some(names: Sequence[str], what: str) -> str:
-    # a name comes from a file, which may hold line breaks and codes for the terminal
+    # a name comes from a file and may contain line breaks and terminal codes
     shown = [name if name.isprintable() else repr(name) for name in names[:SHOWN_NAMES]]
     dots = ["..."] if len(names) > SHOWN_NAMES else []
     return f"{len(names)} {what} ({', '.join([*shown, *dots])})"
@@ -73,13 +78,13 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _in_memory(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of a model, lazy or not, with the values of `weights`, and the model's own for what they lack."""
+    """Returns a copy of a model, lazy or not, with `weights`, and its own values for the rest."""
     values = dict[str, Tensor]((*model.named_parameters(), *model.named_buffers())) | dict(weights)
     result = model_without_storage(model)
     empty = dict((*result.named_parameters(), *result.named_buffers()))
 
     def use(name: str, value: Tensor) -> None:
-        # a clone, for converted tensors may be views of one, and a parameter must not share its memory with another
+        # a clone: converted tensors may be views of one tensor, and parameters must not share memory
         empty[name].data = value.detach().clone(memory_format=torch.contiguous_format)
 
     for_each_whole(values, use)

@@ -4,8 +4,8 @@
     torchshard show plan.json
     torchshard check mymodel:factory --ranks 4
 
-Exit codes: 0 done; 1 a check found a difference; 2 invalid arguments; 3 an error, printed in four lines. Modules that
-import torch are imported within functions, so that `--help` answers at once.
+Exit codes: 0 done; 1 a check found a difference; 2 invalid arguments; 3 an error; 130 interrupted.
+Functions import the modules that import torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DIFFERENT, FAILED = 1, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, and returns its exit code."""
+    """Runs one command and returns its exit code."""
     options = _parser().parse_args(argv)
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output is gone, as with `| head`: Python would fail again when it flushes at exit.
+        # The reader of our output is gone, as with `| head`; without this, Python's flush at exit fails too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _about_inputs(options: argparse.Namespace, error: Exception) -> str:
-    """A line that says which inputs were made for a model that can't be captured."""
+    """Returns a line about the example inputs, if capture fails on inputs that were made here."""
     from torchshard.cli.sources import is_factory
     from torchshard.core.errors import CaptureError
 
@@ -75,7 +75,7 @@ def _about_inputs(options: argparse.Namespace, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _plain_warnings() -> Iterator[None]:
-    """Prints warnings without a place, where that is a line of a library and none of the user's."""
+    """Prints warnings without file and line if these are a library's and not the user's."""
     with_place = warnings.formatwarning
 
     def formatted(
@@ -84,7 +84,7 @@ def _plain_warnings() -> Iterator[None]:
         from torchshard.core.columns import paragraph
         from torchshard.core.user_files import is_library
 
-        if is_library(filename) or filename == sys.argv[0]:  # the script that pip has made
+        if is_library(filename) or filename == sys.argv[0]:  # pip's script is not the user's either
             return paragraph(f"warning: {message}") + "\n"
         return with_place(message, category, filename, lineno, line)
 
@@ -172,13 +172,13 @@ def _planned(options: argparse.Namespace) -> Plan:
 
 
 def _world_size(options: argparse.Namespace) -> int | None:
-    """The number of ranks that is asked for; None: the mesh's."""
+    """Returns the requested number of ranks; None: the mesh's."""
     ranks: int | None = options.ranks
     return 2 if ranks is None and options.mesh is None else ranks
 
 
 def _wanted(options: argparse.Namespace) -> PlanLike:
-    """The pins, or the file of a plan, or "auto"."""
+    """Returns the pins, or a plan's file, or "auto"."""
     from torchshard.core.errors import InputError
 
     if options.pin and options.plan != "auto":
@@ -193,7 +193,7 @@ def _wanted(options: argparse.Namespace) -> PlanLike:
 
 
 def _by_glob(pins: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Style by glob.
+    """Returns {glob: style}.
 
     Raises:
         InputError: a glob has two styles.
@@ -232,7 +232,7 @@ def _check_plan_files(options: argparse.Namespace) -> None:
     if options.html:
         check_suffix(options.html, (".html",))
     for path in filter(None, (options.json, options.html)):
-        check_writable(path)  # planning may take minutes
+        check_writable(path)  # fail before planning, which may take minutes
 
 
 def _what_if(options: argparse.Namespace) -> int:
@@ -278,7 +278,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _is_plan(path: str) -> bool:
-    """Whether a file holds a plan: it is JSON, but not the configuration of a model."""
+    """Returns whether a file contains a plan: JSON that is not the configuration of a model.
+
+    A .json file that can't be read counts as a plan, unless its name is config.json.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
@@ -292,7 +295,11 @@ def _loaded_or_planned(options: argparse.Namespace) -> Plan:
 
 
 def _loaded(options: argparse.Namespace) -> Plan:
-    """A plan's file."""
+    """Loads a plan's file.
+
+    Raises:
+        InputError: an option would change the plan.
+    """
     import torchshard as ts
     from torchshard.core.errors import InputError
 

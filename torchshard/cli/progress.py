@@ -1,4 +1,4 @@
-"""What is being done, while a plan is made: a bar on a terminal, with tqdm; else lines on stderr."""
+"""Progress of planning: a bar on a terminal with tqdm installed, otherwise lines on stderr."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Protocol
 
 @contextlib.contextmanager
 def progress(*, is_logged: bool, several: bool = False) -> Iterator[None]:
-    """Follows the log of what is done, if it is not shown: a bar on a terminal, with tqdm; else a line on stderr.
+    """Shows progress from the log, unless the log itself is shown.
 
     Args:
-        several: whether several plans are made, of which nobody knows how many need all stages.
+        several: whether several plans are made, so the number of stages is unknown.
     """
     if is_logged:
         yield
@@ -53,7 +53,7 @@ class ProgressBar(Protocol):
 
 
 class Follow(logging.Handler):
-    """Advances a bar with each stage that is logged."""
+    """Advances a bar with each logged stage."""
 
     def __init__(self, bar: ProgressBar) -> None:
         super().__init__()

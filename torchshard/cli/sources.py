@@ -1,7 +1,8 @@
-"""Finds the command line's models: a built-in name, a factory function, a Hugging Face configuration or its folder.
+"""Finds the command line's models: built-in names, factory functions, Hugging Face configurations.
 
-A model comes with example inputs, for planning needs a call. Unless a command runs the model, it is made on the meta
-device: the plan of a model that no machine here could hold takes no memory. Weights in files are checked against it.
+Each model comes with example inputs, because planning needs a call. Models are made on the meta
+device unless a command runs them, so planning a model too large for this machine needs no memory.
+Weights in files are checked against the model.
 """
 
 from __future__ import annotations
@@ -47,23 +48,23 @@ class Source:
 
 
 class Example(NamedTuple):
-    """How a configuration's model is made and called."""
+    """Options for building and calling the model of a configuration."""
 
     batch: int = 2
     sequence: int = 128
     labels: bool = False
-    """Whether the call has labels, so that the results have a loss."""
+    """Whether the call includes labels, so that the results include a loss."""
     dtype: str | None = None
-    """Of the parameters; None for that of the configuration."""
+    """The dtype of the parameters; None: the configuration's."""
 
     @staticmethod
     def of(options: ExampleOptions) -> Example:
-        """What a command's arguments say."""
+        """Returns the example options of a command."""
         return Example(options.batch, options.sequence, options.labels, options.dtype)
 
 
 class ExampleOptions(Protocol):
-    """The arguments that say how a model is made and called."""
+    """The command-line options for building and calling a model."""
 
     batch: int
     sequence: int
@@ -72,16 +73,18 @@ class ExampleOptions(Protocol):
 
 
 def read_source(name: str, example: Example, weights: str | None = None, *, real: bool = False) -> Source:
-    """The model of that name: 'llama-3-8b', `module:factory`, a config.json, or a folder with one.
+    """Returns the model of a name: 'llama-3-8b', `module:factory`, a config.json or its folder.
 
     Args:
-        example: how a configuration's model is made and called.
-        weights: a folder of safetensors files that must fit the model; without it that of the model, if it has such
-            files. A line on stderr says what they lack.
-        real: makes it in memory, with these weights or else random ones, instead of on the meta device.
+        example: how to build and call a configuration's model.
+        weights: a folder of safetensors files that must fit the model; by default the model's own
+            folder, if it has some. A line on stderr lists missing and unused names.
+        real: allocates the model with these weights, or random ones, instead of using the meta
+            device.
 
     Raises:
-        InputError: there is no such model, or the name means something else; the weights are another model's.
+        InputError: the model does not exist, the name means something else, or the weights belong
+            to another model.
     """
     for option, value in (("--batch", example.batch), ("--sequence", example.sequence)):
         if value < 1:
@@ -101,13 +104,13 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
 
 
 HUB_NAME = r"[\w.-]+/[\w.-]+"
-"""A model on Hugging Face's hub: 'meta-llama/Llama-3.1-8B'."""
+"""A model on the Hugging Face hub: 'meta-llama/Llama-3.1-8B'."""
 CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
-"""The configurations that are a part of this package, by name: 'llama-3-8b'."""
+"""The configurations in this package, by name: 'llama-3-8b'."""
 
 
 def _located(name: str) -> str:
-    """The file or folder of a model that this package or the hub's cache has under this name; else the name itself."""
+    """Returns a model's file or folder in this package or in the hub's cache; else the name."""
     if Path(name).exists():
         return name
     if not re.fullmatch(HUB_NAME, name):
@@ -122,7 +125,7 @@ def _located(name: str) -> str:
 
 
 def _unloaded(name: str, example: Example, real: bool) -> Source:
-    """The model before its weights are looked at; lazy, if they are to be read from the folder that it is named by."""
+    """Returns the model before its weights are checked; lazy if its own folder contains them."""
     path = Path(name)
     if path.is_dir():
         return _from_config(path / "config.json", example, real, is_pretrained=has_weights(path))
@@ -148,7 +151,7 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
 
 
 def is_factory(name: str) -> bool:
-    """Whether a model is named by what makes it: 'package.module:function'."""
+    """Returns whether the name is a factory's: 'package.module:function'."""
     return ":" in name
 
 
@@ -193,7 +196,7 @@ def _from_factory(name: str, real: bool) -> Source:
 
 
 def _returned(result: object) -> Source | None:
-    """The model and the example inputs that a factory returned; None if it is anything else."""
+    """Returns a factory's model and example inputs; None if the result is anything else."""
     match result if isinstance(result, tuple) else (result,):
         case (nn.Module() as model,):
             return Source(model)
@@ -223,7 +226,7 @@ def _from_config(path: Path, example: Example, real: bool, *, is_pretrained: boo
 
 
 def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
-    """(the configuration in a file, what builds its model)."""
+    """Returns (the configuration in a file, the function that builds its model)."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -245,7 +248,7 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise _no_configuration(path, "transformers is not installed") from None
     try:
         config = transformers.AutoConfig.for_model(**fields)
-    except Exception as error:  # configurations check themselves, with errors of their own
+    except Exception as error:  # configurations validate themselves and raise various errors
         raise _no_configuration(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
     name = (fields.get("architectures") or [None])[0]
     if name is None:
@@ -258,7 +261,7 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _random(build: Callable[[Any], Any], config: Any, example: Example) -> nn.Module:
-    """A configuration's model with random weights, of the dtypes that `from_pretrained` of transformers gives them."""
+    """Builds a configuration's model with random weights, in the dtypes of `from_pretrained`."""
     if example.dtype is not None:
         config.dtype = getattr(torch, example.dtype)
     model: Any = build(config)
@@ -268,7 +271,7 @@ def _random(build: Callable[[Any], Any], config: Any, example: Example) -> nn.Mo
 
 
 def _turn_off_caches(model: nn.Module) -> None:
-    """Tells a model to return no keys and values: they are state, and a result that nothing here needs."""
+    """Turns off `use_cache`: keys and values are state, and planning does not need them."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
@@ -276,7 +279,7 @@ def _turn_off_caches(model: nn.Module) -> None:
 
 
 def _last_line(error: BaseException) -> str:
-    """The user's line at which an error was raised."""
+    """Returns the user's line that raised an error."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "MODEL"
 
@@ -291,10 +294,10 @@ def _no_configuration(path: Path, why: str) -> InputError:
 
 
 def _inputs(config: object, model: nn.Module, example: Example, path: Path) -> dict[str, Tensor]:
-    """Example inputs of the sizes that a model's configuration has; the same on every rank, by a fixed seed.
+    """Returns example inputs in the configuration's sizes, the same on every rank (a fixed seed).
 
     Raises:
-        InputError: there are none for this kind of model, or its forward takes no labels.
+        InputError: this kind of model is not supported, or its forward takes no labels.
     """
     batch, sequence = example.batch, example.sequence
     if example.labels and "labels" not in inspect.signature(model.forward).parameters:
@@ -348,11 +351,11 @@ def check_source(options: CheckOptions, plan: PlanLike, world_size: int | None) 
     """Runs `torchshard.check` on simulated ranks, or on processes that communicate.
 
     Args:
-        plan: as in `torchshard.check`.
+        plan: see `torchshard.check`.
         world_size: the number of ranks; None: the mesh's.
 
     Raises:
-        InputError: what is asked for can't be had on processes.
+        InputError: processes can't run the requested check.
     """
     ranks = checked_world_size(world_size, options.mesh)
     parts = read_mesh(ranks, options.mesh, options.data).parts
@@ -387,13 +390,13 @@ def check_source(options: CheckOptions, plan: PlanLike, world_size: int | None) 
 def real_source(
     name: str, example: Example, weights: str | None
 ) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
-    """A model with its folder's weights, or else random ones, and example inputs."""
+    """Returns a model with its folder's weights, or random ones, and its example inputs."""
     source = read_source(name, example, weights, real=True)
     return source.model, source.args, source.kwargs
 
 
 def environment() -> str:
-    """Versions, backends and devices, a line each."""
+    """Returns versions, backends and devices, one per line."""
     import torch.distributed as dist
 
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
