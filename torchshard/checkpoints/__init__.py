@@ -1,1 +1,1 @@
-"""Checkpoints of training runs, and models written out for other libraries."""
+"""Checkpoints of training runs, and export of models for other libraries."""

@@ -1,7 +1,8 @@
-"""How ranks that save tell each other that they have written.
+"""Lets ranks that save a checkpoint report to each other that they have written.
 
-They tell it by torch.distributed's key-value store: a collective in a background thread could reach the backend between
-others, in another order on each rank. Where that store is a file, small files beside the checkpoint's take its place.
+They use torch.distributed's key-value store: a collective in a background thread could reach the
+backend between others, in a different order on each rank. If that store is a file, small files next
+to the checkpoint's replace it.
 """
 
 from __future__ import annotations
@@ -27,26 +28,27 @@ _READERS_SECONDS: Final = 5.0
 class _Notes:
     """A key-value store of small files.
 
-    It stands in for `FileStore`, whose readers wait for ever for the rest of a record if its writer was killed.
+    It replaces `FileStore`, whose readers wait forever for the rest of a record if its writer was
+    killed.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def set(self, key: str, value: str) -> None:
-        """As torch.distributed's Store.set; a value is there whole or not at all."""
+        """Sets a key like `Store.set`; a value appears in full or not at all."""
         replace_file(self._path(key), value.encode())
 
     def get(self, key: str) -> bytes:
-        """As Store.get, of a key that is there."""
+        """Returns the value of an existing key, like `Store.get`."""
         return self._path(key).read_bytes()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """As Store.check."""
+        """Returns whether all keys exist, like `Store.check`."""
         return all(self._path(key).exists() for key in keys)
 
     def delete_key(self, key: str) -> None:
-        """As Store.delete_key."""
+        """Removes a key, like `Store.delete_key`."""
         self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
@@ -54,7 +56,7 @@ class _Notes:
 
 
 def _store(folder: Path) -> dist.Store | _Notes:
-    """The store by which ranks that save to a folder tell each other that they have written."""
+    """Returns the store through which the ranks that save to a folder report completion."""
     store = dist.distributed_c10d._get_default_store()
     innermost = store
     while isinstance(innermost, dist.PrefixStore):
@@ -63,24 +65,26 @@ def _store(folder: Path) -> dist.Store | _Notes:
 
 
 class Completion:
-    """Knows when all ranks have written; may be used from a thread, while collectives run in another.
+    """Detects when all ranks have written.
+
+    A thread may use it while collectives run in another.
 
     Args:
-        folder: this save's own, for notes.
+        folder: this save's own folder, for notes.
     """
 
     def __init__(self, ranks: Ranks, id_: str, folder: Path) -> None:
-        # looked up now: when a thread has written, the groups may be destroyed already
+        # looked up now: the groups may be destroyed by the time a thread has written
         self._store: Any = _store(folder) if ranks.count > 1 else None
         self._ranks, self._prefix = ranks, f"torchshard/checkpoint/{id_}"
 
     def finish(self, failure: ShardError | None, commit: Callable[[], None]) -> None:
-        """Reports that this rank has written, or why not; on the rank that leads, commits when all have.
+        """Reports this rank's success or failure. The leader commits once all ranks have written.
 
-        Returns when that is done.
+        Returns when the checkpoint is committed.
 
         Raises:
-            ShardError: some rank has failed, or has not written in time: nothing is committed.
+            ShardError: a rank has failed or timed out; the checkpoint is not committed.
         """
         if self._store is None:
             if failure is not None:
@@ -95,7 +99,7 @@ class Completion:
                 self._follow()
         except ShardError as error:
             raise failure or error from None
-        except (RuntimeError, OSError) as error:  # the store is gone with the process that held it, or with the folder
+        except (RuntimeError, OSError) as error:  # the store's process has exited, or the folder is gone
             raise failure or _failed(first_line(error)) from None
 
     def _lead(self, commit: Callable[[], None]) -> None:
@@ -110,7 +114,7 @@ class Completion:
             raise
         finally:
             self._store.set(self._key("end"), end)
-            with contextlib.suppress(RuntimeError, OSError):  # it is complete, or has failed, without them
+            with contextlib.suppress(RuntimeError, OSError):  # the outcome is final without readers
                 self._wait_for_readers()
 
     def _follow(self) -> None:
@@ -121,9 +125,9 @@ class Completion:
                 self._store.set(self._key(f"read by {self._ranks.number}"), "")
 
     def _wait_for_readers(self) -> None:
-        """Waits, for a while, until all have read how it ended: this process may hold the store, and may exit.
+        """Waits for all ranks to read the outcome, up to `_READERS_SECONDS`; deletes the keys.
 
-        Then it puts away what they have told each other.
+        This process may own the store, and may exit after it returns.
         """
         readers = [self._key(f"read by {number}") for number in range(1, self._ranks.count)]
         deadline = time.monotonic() + _READERS_SECONDS
@@ -135,6 +139,7 @@ class Completion:
             self._store.delete_key(key)
 
     def _wait(self, key: int | str, who: str) -> None:
+        # followers wait twice as long: rank 0 may itself wait a full time-out for another rank
         seconds, poll = self._ranks.group.timeouts.verify * (2 if key == "end" else 1), _FIRST_POLL_SECONDS
         deadline = time.monotonic() + seconds
         while not self._store.check([self._key(key)]):

@@ -1,11 +1,13 @@
-"""What a checkpoint holds: tensors under the names of the unsharded model, each with its layout, and plain objects.
+"""The contents of a checkpoint: plain objects, and tensors by their names in the unsharded model.
+
+Each tensor has a layout.
 
     model/blocks.0.up.weight                 a parameter or buffer
-    optimizer/0/exp_avg/blocks.0.up.weight   what the first optimizer keeps for it
-    objects                                  settings of optimizers, schedulers, RNG states, data of the user's
+    optimizer/0/exp_avg/blocks.0.up.weight   the first optimizer's state for it
+    objects                                  settings of optimizers, schedulers, RNG states, user data
 
-An optimizer's state goes by the names of parameters, not by their numbers: it fits any plan and number of ranks, and
-the unsharded model.
+An optimizer's state is keyed by parameter names, not numbers, so it fits any plan, any number of
+ranks, and the unsharded model.
 """
 
 from __future__ import annotations
@@ -36,32 +38,32 @@ from torchshard.weights.slice_values import Slice, unwatched
 from torchshard.weights.state_slices import StateSlice
 
 OptimizerState = dict[str, dict[str, object]]
-"""Name of a parameter -> what an optimizer keeps for it, by name."""
+"""Name of a parameter -> an optimizer's state for it, by name."""
 
 
 class Stateful(Protocol):
-    """A learning-rate scheduler, or what else has a state dict of plain data."""
+    """A learning-rate scheduler, or another object with a state dict of plain data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What it needs to go on."""
+        """Returns the state to continue from."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Goes on from there."""
+        """Continues from a saved state."""
 
 
 class Item(NamedTuple):
-    """A tensor of a checkpoint, as this rank has it."""
+    """A tensor of a checkpoint, with this rank's share of it."""
 
     tensor: Tensor
-    """This rank's slice, or the whole; its own memory, not a copy."""
+    """This rank's slice or full tensor; it shares memory with the model and is not a copy."""
     sharding: Sharding
-    """How the ranks hold it."""
+    """The sharding over the ranks."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The global shape."""
 
     @classmethod
     def of(cls, value: Tensor) -> Item:
-        """The item of a tensor in a state dict."""
+        """Returns the item of a tensor in a state dict."""
         if isinstance(value, StateSlice):
             return cls(value.plain, value.sharding, value.place[4])
         with unwatched():
@@ -73,7 +75,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Contents:
-    """What a checkpoint holds."""
+    """The tensors and objects of a checkpoint."""
 
     items: dict[str, Item] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -82,13 +84,13 @@ class Contents:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel or `torch.compile`, whose names a checkpoint has."""
+    """Returns the model inside DistributedDataParallel or `torch.compile`; its names are saved."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
     return model if inner is None else unwrapped(cast(nn.Module, inner))
 
 
 def as_list(value: object) -> list[Any]:
-    """What a caller gave one of, several, or none."""
+    """Returns an argument as a list: it may be one value, several, or None."""
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -97,10 +99,10 @@ def as_list(value: object) -> list[Any]:
 def contents_of(
     model: nn.Module, optimizers: Sequence[Optimizer], schedulers: Sequence[Stateful], extra: object
 ) -> Contents:
-    """What a checkpoint of these holds.
+    """Collects the contents of a checkpoint.
 
     Raises:
-        InputError: some of it can't be saved.
+        InputError: a part can't be saved.
     """
     contents = Contents()
     _add_model(contents, model)
@@ -124,7 +126,7 @@ def _add_model(contents: Contents, model: nn.Module) -> None:
         if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
             kind = "has no values" if tensor.layout is torch.strided else f"is a {tensor.layout} tensor"
             raise _unsaved(name, f"it {kind}", "a model whose parameters and buffers are dense and have values")
-        # a hook may have put a copy there, which nobody could load into
+        # a hook may have put a copy there, and loading into a copy would be lost
         item, first = Item.of(value if isinstance(value, StateSlice) else tensor), first_names[name]
         if first != name and f"model/{first}" in contents.items:
             contents.aliases[f"model/{name}"] = f"model/{first}"
@@ -141,15 +143,16 @@ def _unsaved(name: str, why: str, attempt: str) -> InputError:
 
 
 def _is_extra_state(name: str) -> bool:
-    """Whether a name in a state dict is that of what `get_extra_state` of a module returns."""
+    """Returns whether a name in a state dict is the key of a module's `get_extra_state`."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def stateful_modules(model: nn.Module, *, sharded: bool = True) -> dict[str, nn.Module]:
-    """Path -> each module that has `get_extra_state`.
+    """Returns {path: module} for each module with its own `get_extra_state`.
 
     Args:
-        sharded: of a sharded model too, the modules that its calls are captured from; what they hold can't be changed.
+        sharded: includes the modules that a sharded model was captured from; their states can't be
+            changed.
     """
     sources = (
         (path, module.source if isinstance(module, ShardedSubmodule) else module)
@@ -160,17 +163,17 @@ def stateful_modules(model: nn.Module, *, sharded: bool = True) -> dict[str, nn.
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter or buffer -> the first name of the same tensor."""
+    """Returns {name of a parameter or buffer: first name of the same tensor}."""
     return {name: names[0] for name, names in shared_names(model).items()}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """id of a parameter -> its first name."""
+    """Returns {id of a parameter: its first name}."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """The names of the parameters of each group.
+    """Returns the parameter names of each group.
 
     Raises:
         InputError: a parameter is not the model's.
@@ -189,7 +192,7 @@ def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str
 
 
 def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names: Mapping[int, str]) -> object:
-    """Adds the tensors that an optimizer keeps; returns what else it needs to go on."""
+    """Adds the tensors of an optimizer's state; returns the rest of its state."""
     groups = group_names(optimizer, names)
     state_dict = optimizer.state_dict()
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -223,7 +226,7 @@ def _state_item(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor
 
 
 def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
-    """Plain objects as bytes, each by itself.
+    """Encodes plain objects as bytes, each on its own.
 
     Raises:
         InputError: one of them is not plain.
@@ -253,7 +256,7 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
 
 
 def _slices_in(value: object, place: str) -> Iterator[str]:
-    """The places in plain containers at which slices are."""
+    """Yields the places of slices in plain containers."""
     if isinstance(value, Slice | StateSlice):
         yield place
     elif isinstance(value, dict):
@@ -265,7 +268,11 @@ def _slices_in(value: object, place: str) -> Iterator[str]:
 
 
 def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
-    """Name -> a hash of what is equal on all ranks of a mesh axis: every bit of a tensor, or a sample of a slice."""
+    """Returns hashes of the values that must match on all ranks of a mesh axis.
+
+    A replicated tensor is hashed in full, a slice by a sample. Tensors split over the axis are
+    omitted.
+    """
     found = {}
     for name, item in items.items():
         if not isinstance(item.sharding.over(axis), Shard):
@@ -275,14 +282,14 @@ def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
 
 
 _SAMPLED: Final = 1 << 20
-"""How many elements of a large slice replicas compare, at least."""
+"""The minimum number of elements that replicas compare of a large slice."""
 
 
 # --- RNG states ------------------------------------------------------------------------------------------------------
 
 
 def generator_states() -> dict[str, object]:
-    """The states of this process's generators: PyTorch's, of the CPU and the current GPU, Python's and NumPy's."""
+    """Returns the generator states of PyTorch (CPU and current GPU), Python and NumPy."""
     states: dict[str, object] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()

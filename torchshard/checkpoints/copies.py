@@ -1,4 +1,4 @@
-"""Copies of tensors that wait to be written, in bounded memory."""
+"""Copies of tensors for a background writer, in bounded memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchshard.core.errors import InputError
 
 
 class Copies:
-    """A queue of tensors, copied when they are put in; `put` waits while the copies take too much memory."""
+    """A queue of copied tensors; `put` blocks while the copies use too much memory."""
 
     def __init__(self, most_bytes: float) -> None:
         self._most, self._held = most_bytes, 0
@@ -22,7 +22,7 @@ class Copies:
         self._changed, self._is_closed = threading.Condition(), False
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Copies a tensor to the CPU, as soon as there is room; one that is larger than all of it, alone."""
+        """Copies a tensor to the CPU when it fits; one over the limit waits for an empty queue."""
         bytes_ = tensor.numel() * tensor.itemsize
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._held or self._held + bytes_ <= self._most)
@@ -36,7 +36,7 @@ class Copies:
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
-        """Tensors are put within; those who take them are told if that fails."""
+        """Runs the block that puts all tensors; a failure in it also raises in the consumer."""
         try:
             yield
         except BaseException as error:
@@ -50,7 +50,7 @@ class Copies:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody takes any more: `put` returns at once."""
+        """Makes `put` return at once, because the consumer has stopped."""
         with self._changed:
             self._is_closed = True
             self._tensors.clear()

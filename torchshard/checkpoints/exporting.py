@@ -1,11 +1,11 @@
-"""Writes a sharded model as the folder that other libraries load, by all ranks at once.
+"""Exports a sharded model to a folder that other libraries load; all ranks write at once.
 
     format    which tensors go into which files, under which names: conversions recorded on lazy tensors
-    parts     of each of those tensors, which parts are in which of the model's, and where they lie in the file
-    write     each rank its parts, at their places, into files of the final size; then they get their names
+    parts     for each of those tensors, its parts among the model's tensors, and their places in the file
+    write     each rank writes its parts into files of the final size, which are then renamed
 
-No rank holds a tensor whole, but for those of conversions that can't be done by parts: of these the ranks gather one at
-a time, and a warning names them.
+No rank stores an unsharded tensor, except for conversions that can't run on parts: the ranks gather
+those tensors one at a time, and a warning lists them.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ from torchshard.weights.tape import Tape
 def save_pretrained(
     model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB", merge: bool = False
 ) -> None:
-    """Writes a sharded model as `from_pretrained` of its library loads it; no rank holds it whole.
+    """Exports a sharded model for its library's `from_pretrained`; no rank stores it unsharded.
 
-    A collective call: all ranks make it, and share the folder. Of a model of transformers it writes what
-    `PreTrainedModel.save_pretrained` of the unsharded model would write (experts may be dealt to the files in another
-    way); of one with peft's adapters, the adapters, as `PeftModel.save_pretrained`; of any other, model.safetensors,
-    or several files with an index.
+    All ranks must call it with one shared folder. For a transformers model, it writes the files of
+    the unsharded model's `PreTrainedModel.save_pretrained` (experts may be in different files); for
+    a model with peft adapters, the adapters, like `PeftModel.save_pretrained`; for any other model,
+    model.safetensors, or several files with an index.
 
     Args:
-        folder: made if it is missing. Files of an older model in it are replaced, one after the other: to keep that one
-            until this is complete, name another folder.
-        max_shard_size: the most that a file holds, as in transformers.
-        merge: of a model with peft's adapters, writes the model with the active ones merged in, as
-            `merge_and_unload().save_pretrained` would. Merged weights are gathered whole, one at a time.
+        folder: created if missing. Files of an older model in it are replaced one by one: use
+            another folder to keep the old model until this one is complete.
+        max_shard_size: the maximum size of a file, as in transformers.
+        merge: for a model with peft adapters, writes the model with the active adapters merged, as
+            `merge_and_unload().save_pretrained` would. Merged weights are gathered one at a time.
 
     Raises:
-        InputError: the model is not sharded, has no adapters to merge, or the folder can't be written to.
-        DistributedError: the ranks hold different states, or do not see one folder.
+        InputError: the model is not sharded, has no adapters to merge, or the folder can't be
+            written to.
+        DistributedError: the ranks have different states, or see different folders.
     """
     check_module(model, "ts.save_pretrained(model, folder)")
     ranks, what = Ranks.of(model.parameters()), "the ranks can't write this model together"
@@ -76,24 +77,24 @@ def save_pretrained(
 
 @dataclass(frozen=True)
 class ModelTensor(StoredTensor):
-    """A parameter or buffer of a sharded model, in the place of a file's tensor on a tape."""
+    """A parameter or buffer of a sharded model, recorded on a tape like a file's tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     whole: Callable[[], Tensor]
-    """Gathers it: a collective call."""
+    """Gathers the tensor; all ranks must call it."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
-        """Not called: parts of it are written where they are held."""
+        """Raises: each rank writes its own parts without reading."""
         raise NotImplementedError
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """Nothing is read."""
+        """Returns 0, because no data is read."""
         return 0
 
     def sample(self) -> bytes:
-        """Nothing is read."""
+        """Returns no bytes, because no data is read."""
         return b""
 
     def __call__(self) -> Tensor:
@@ -109,12 +110,12 @@ class _Output:
     tensor: Tensor
     """Recorded, or with values."""
     reads: Sequence[Read] | None
-    """The parts of the model's tensors that it is made of; None if it has to be computed whole."""
+    """The parts of the model's tensors that form it; None if it must be computed unsharded."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What this rank writes of which files."""
+    """The files of an export, and this rank's share of them."""
 
     folder: Path
     format: FolderFormat
@@ -123,7 +124,7 @@ class _Job:
     """This rank's slices by name."""
     ranks: Ranks
     merges: bool
-    """Whether adapters are merged in, for which whole weights are needed."""
+    """Whether adapters are merged, which needs unsharded weights."""
 
     @property
     def files(self) -> list[FilePlan]:
@@ -131,11 +132,11 @@ class _Job:
         return list({id(output.file): output.file for output in self.outputs}.values())
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks."""
+        """Returns the facts that must match on all ranks."""
         return {file.path.name: f"{hash_text(file.header.hex()):x}" for file in self.files}
 
     def create(self, ranks: Ranks) -> None:
-        """Makes the files, on the rank that leads."""
+        """Creates the files, on the leader."""
         if ranks.number == 0:
             with file_errors(self.folder):
                 for file in self.files:
@@ -149,7 +150,7 @@ class _Job:
             raise unseen(self.folder, missing.path.name)
 
     def write(self) -> None:
-        """Writes this rank's parts of all files, and returns when they are on the disk."""
+        """Writes this rank's parts of all files, and returns after they are synced to disk."""
         whole = [output.name for output in self.outputs if output.reads is None]
         if whole and not self.merges:
             warn(f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}")
@@ -183,11 +184,11 @@ class _Job:
         return written
 
     def _writes_whole(self, number: int) -> bool:
-        """Whether this rank writes what all ranks hold whole of the output with this number: they take turns."""
+        """Returns whether this rank writes an output's replicated data: ranks take turns."""
         return number % self.ranks.count == self.ranks.number
 
     def _own_parts(self, number: int, reads: Sequence[Read]) -> Iterator[tuple[Tensor, Tensor, Sequence[torch.dtype]]]:
-        """(a part of this rank's slices, where it lies in the output, what it is cast to)."""
+        """Yields (part of this rank's slices, its place in the output, dtypes to cast it to)."""
         for read in reads:
             item = self.items[read.tensor.name]
             holder, _ = self.ranks.holders(item.sharding)
@@ -197,7 +198,7 @@ class _Job:
                 yield item.tensor[tuple(slice(*bounds) for bounds in own)], place, read.dtypes
 
     def complete(self, ranks: Ranks) -> None:
-        """Gives the files their names, and writes what is no tensor, on the rank that leads."""
+        """Renames the files to their final names and writes the other files, on the leader."""
         if ranks.number == 0:
             with file_errors(self.folder):
                 for file in self.files:
@@ -208,7 +209,11 @@ class _Job:
 def _planned(
     model: nn.Module, folder: Path, max_shard_size: int | str, ranks: Ranks, buffers: Mapping[str, Tensor] | None
 ) -> _Job:
-    """Plans what to write; with the buffers that no state dict has, of the model with its adapters merged in."""
+    """Plans the files and this rank's parts.
+
+    Args:
+        buffers: None, or to merge adapters: the buffers that state dicts omit.
+    """
     if not isinstance(model, ShardedModule):
         raise InputError(
             "save_pretrained writes sharded models",

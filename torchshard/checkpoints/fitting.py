@@ -1,4 +1,4 @@
-"""What of a checkpoint fits a model, its optimizers and schedulers: checked before anything of it is read."""
+"""Checks that a checkpoint fits a model, its optimizers and schedulers, before reading any data."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from torchshard.weights.state_slices import StateSlice
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the checkpoint that this rank needs a part of."""
+    """A tensor of the checkpoint, of which this rank needs a part."""
 
     stored: SlicedTensor
     sharding: Sharding
-    """How the ranks hold it."""
+    """The sharding over the ranks."""
     device: torch.device
 
     def bytes_in(self, place: Place) -> int:
-        """The size of the part of the rank at a place."""
+        """Returns the bytes of one rank's part."""
         return math.prod(local_shape(self.stored.shape, self.sharding.cuts(place))) * self.stored.dtype.itemsize
 
     def read(self, place: Place) -> Tensor:
-        """The part of the rank at a place."""
+        """Reads one rank's part."""
         own = self.sharding.cuts(place)
         local = torch.empty(local_shape(self.stored.shape, own), dtype=self.stored.dtype, device="cpu")
         for piece in pieces(self.stored.shape, own):
@@ -53,7 +53,10 @@ class Wanted:
 
 
 def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """(what is no tensor, this replica's RNG states)."""
+    """Returns (the objects, this replica's RNG states).
+
+    The RNG states are None if the run had fewer replicas when it was saved.
+    """
     data, path = checkpoint.objects(), checkpoint.objects_path
     try:
         both = decode(data, allow_pickle=False)
@@ -62,7 +65,7 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
         for state in states:
             check_generator_states(state)
         _check_objects(objects)
-    except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
+    except Exception as error:  # the bytes are untrusted, so decoding may raise anything
         raise broken(path, f"its objects are not what ts.save writes: {in_short(error)}") from error
     return objects, states[ranks.replicas.rank] if ranks.replicas.rank < len(states) else None
 
@@ -82,7 +85,12 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
 
 
 def check_extra_state(checkpoint: Checkpoint, model: nn.Module, saved: Mapping[str, object]) -> None:
-    """Raises InputError for extra states of other modules, or for others than a sharded model was captured with."""
+    """Checks a checkpoint's extra states.
+
+    Raises:
+        InputError: they belong to other modules, or differ from the states that a sharded model was
+            captured with.
+    """
     own, changeable = stateful_modules(model), stateful_modules(model, sharded=False)
     if {*saved} != {*own}:
         raise unfit("the model's modules have other extra states than the checkpoint", checkpoint, SAVED_MODEL)
@@ -98,7 +106,7 @@ def check_extra_state(checkpoint: Checkpoint, model: nn.Module, saved: Mapping[s
 
 
 def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
-    """Stored name -> this rank's memory of the model's tensors; tied names once."""
+    """Returns {stored name: this rank's memory} of the model's tensors; tied names appear once."""
     found, tensors = dict[str, Item](), named_tensors(model)
     state = {
         name: value if isinstance(value, StateSlice) else tensors[name]
@@ -140,12 +148,12 @@ _UNTIE = "the model that was saved, with the same tied parameters"
 
 
 def unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
-    """The error for a checkpoint of something else."""
+    """Returns the error for a checkpoint that does not fit."""
     return InputError(what, where=str(checkpoint.folder), why=why, attempt=attempt)
 
 
 def check_counts(kind: str, given: int, saved: int) -> None:
-    """Raises InputError unless as many are given as were saved, or none."""
+    """Raises InputError unless the numbers match or no objects are given."""
     if given and given != saved:
         raise InputError(
             f"{saved} {kind}s were saved, and {given} are given",
@@ -156,7 +164,7 @@ def check_counts(kind: str, given: int, saved: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Raises InputError for an optimizer of another class, or with other parameters in a group, than the saved one."""
+    """Raises InputError if an optimizer's class or groups of parameters differ from the saved."""
     name = type(optimizer).__name__
     what, here, there = "is of another class", name, saved["class"]
     if here == there:
@@ -192,7 +200,7 @@ def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
 def wanted_states(
     checkpoint: Checkpoint, number: int, optimizer: Optimizer, groups: Sequence[Sequence[str]]
 ) -> dict[str, Wanted]:
-    """What the checkpoint holds of an optimizer's state, with the layouts of its parameters."""
+    """Returns this rank's parts of an optimizer's saved state, in its parameters' layouts."""
     own = {
         name: p
         for group, names in zip(optimizer.param_groups, groups, strict=True)
@@ -214,7 +222,7 @@ def wanted_states(
                 "a plan that keeps the parameter whole",
                 f"it is {stored.shape}",
             )
-        # optimizers keep their steps on the CPU, and move them themselves where they do not
+        # optimizers keep steps on the CPU; fused and capturable ones move them when they load a state
         sharding = item.sharding if is_by_element else UNSHARDED
         found[stored_name] = Wanted(stored, sharding, own[name].device if stored.shape else torch.device("cpu"))
     return found

@@ -1,11 +1,11 @@
-"""Folders as other libraries write them: which tensors of a model go into which files, under which names.
+"""Folder formats of other libraries: which tensors go into which files, under which names.
 
     transformers   model.safetensors, or several and an index; config.json; names and shapes as its own conversions turn
                    them back (experts apart, as they were in the file)
     peft           adapter_model.safetensors and adapter_config.json of each adapter
     any other      model.safetensors, or several and an index
 
-The conversions run on lazy tensors: what they do is recorded, and done part by part when files are written.
+The conversions run on lazy tensors: they are recorded, then run on parts when files are written.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from torchshard.weights.transformers_models import is_transformers
 
 @dataclass(frozen=True)
 class FolderFormat:
-    """What a folder will hold."""
+    """The files of a folder."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     """Path in the folder -> the tensors of the file, by name."""
     write_others: Callable[[Path], None]
-    """Writes what is no tensor (configurations, the index), when the files are complete."""
+    """Writes the other files (configurations, the index) after the tensor files are complete."""
 
 
 def folder_format(source: nn.Module, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
-    """How a model is written out.
+    """Returns the format in which a model is exported.
 
     Args:
         source: the unsharded model, without values.
-        state: its parameters and buffers by all their names; tied names have one object.
-        max_shard_size: as transformers' `save_pretrained` takes it: the most that a file may hold.
+        state: its parameters and buffers by all their names; tied names share one tensor object.
+        max_shard_size: the maximum size of a file, as in transformers' `save_pretrained`.
 
     Raises:
-        InputError: the size is none, or the model is quantised.
+        InputError: the size is invalid, or the model is quantised.
     """
     if _is_peft(source):
         return _adapters(source, state)
@@ -60,7 +60,7 @@ def folder_format(source: nn.Module, state: Mapping[str, Tensor], max_shard_size
 
 
 def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters: int) -> FolderFormat:
-    """Tensors in as many files as they need, with an index if those are several."""
+    """Splits tensors into files of limited size, with an index if there are several."""
     try:
         from huggingface_hub import split_torch_state_dict_into_shards
     except ImportError as error:
@@ -102,17 +102,17 @@ def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters:
 
 
 def _of_transformers(source: Any, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
-    """As `PreTrainedModel.save_pretrained` of transformers 5 does it, in the same order."""
+    """Returns the format of `PreTrainedModel.save_pretrained` in transformers 5, step by step."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     ignored = set(source._keys_to_ignore_on_save or ())
-    # on the meta device it tells tied weights by the model's own parameters
+    # on the meta device, it finds tied weights through the model's own parameters
     shapes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in state.items() if n not in ignored}
     kept = remove_tied_weights_from_state_dict(shapes, source)
     tensors = revert_weight_conversion(source, {name: state[name] for name in kept})
     split = _split(tensors, max_shard_size, source.num_parameters())
-    config = copy.deepcopy(source.config)  # the model's own is watched: it must not change
+    config = copy.deepcopy(source.config)  # the model's own config is watched for changes
     config.dtype = str(source.dtype).removeprefix("torch.")
     config.architectures = [type(source).__name__]
 
@@ -133,11 +133,11 @@ def _is_peft(model: nn.Module) -> bool:
 
 
 def merged(source: nn.Module, state: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of peft without its adapters, and its state dict, into which they are merged.
+    """Returns a peft model without its adapters, and its state dict with them merged in.
 
     Args:
         source: the unsharded model, without values.
-        state: its parameters and buffers, most of them lazy: the merging is recorded.
+        state: its parameters and buffers, mostly lazy, so the merge is recorded.
 
     Raises:
         InputError: the model has no adapters that can be merged.
@@ -173,7 +173,10 @@ def _no_merging(source: nn.Module, why: str) -> InputError:
 
 
 def _adapters(source: Any, state: Mapping[str, Tensor]) -> FolderFormat:
-    """As `PeftModel.save_pretrained` does it: the adapter "default" in the folder, others in folders of their names."""
+    """Returns the format of `PeftModel.save_pretrained`.
+
+    The adapter "default" is in the folder itself; each other adapter is in a folder of its name.
+    """
     files, configs = dict[str, Mapping[str, Tensor]](), dict[str, Any]()
     for adapter, config in source.peft_config.items():
         place = "" if adapter == "default" else f"{adapter}/"

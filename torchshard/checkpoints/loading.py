@@ -1,8 +1,8 @@
-"""Reads a checkpoint into a model, its optimizers and schedulers: any plan, any number of ranks, or unsharded.
+"""Reads a checkpoint into a model, optimizers and schedulers, for any plan and number of ranks.
 
-check    names, shapes, dtypes and groups of all that is to be loaded, before anything is read
+check    names, shapes, dtypes and groups of everything, before reading any data
 read     this rank's parts of the tensors, into new memory
-set      the values, once every rank has read all of its parts
+set      the values, after every rank has read all of its parts
 """
 
 from __future__ import annotations
@@ -57,21 +57,22 @@ def load(
     *,
     scheduler: Stateful | Sequence[Stateful] | None = None,
 ) -> Any:
-    """Loads what `save` has saved, and sets the RNG states: the run goes on as if it had not stopped.
+    """Loads a checkpoint and the RNG states, so the run continues as if it had not stopped.
 
-    A collective call: all ranks make it. The model may have another plan, or be on another number of ranks, or be the
-    unsharded one. Each rank reads its slices alone. If a file is missing or torn, or anything does not fit, nothing is
-    changed. To take a checkpoint's weights alone, into a model that is not in memory yet: `shard(..., weights=folder)`.
+    All ranks must call it. The model may have a different plan or number of ranks, or be unsharded.
+    Each rank reads only its slices. If a file is missing or damaged, or anything does not fit,
+    nothing is changed. To load only weights into a model without storage, pass the folder to
+    `shard(..., weights=folder)`.
 
     Args:
-        model: with the parameters and buffers of the saved one, by name, shape and dtype.
-        optimizer, scheduler: as they were given to `save`; None leaves what was saved of them.
+        model: must have the saved parameters and buffers, by name, shape and dtype.
+        optimizer, scheduler: the arguments of `save`; None ignores their saved states.
 
     Returns:
         the `extra` of `save`.
 
     Raises:
-        InputError: there is no complete checkpoint, a file can't be read, or it does not fit.
+        InputError: the checkpoint is incomplete or does not fit, or a file can't be read.
         DistributedError: the ranks read different checkpoints.
     """
     check_module(model, "ts.load(folder, model, optimizer)")
@@ -110,16 +111,16 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What is loaded from where, after everything was found to fit."""
+    """The checked parts of a checkpoint, ready to load."""
 
     model: Mapping[str, Item]
-    """Stored name -> this rank's memory, of each parameter and buffer once."""
+    """Stored name -> this rank's memory; each parameter and buffer appears once."""
     wanted: Mapping[str, Wanted]
-    """What is read, by stored name: tensors of the model and of optimizers."""
+    """Stored name -> the part to read; tensors of the model and of optimizers."""
     objects: Mapping[str, Any]
-    """As `Contents.objects`."""
+    """See `Contents.objects`."""
     rng_states: Mapping[str, Any] | None
-    """Of this rank's replica; None if that was not there when it was saved."""
+    """This replica's states; None if the replica did not exist when they were saved."""
     names: Sequence[Sequence[Sequence[str]]]
     """Optimizer, group -> names of parameters."""
 
@@ -155,7 +156,7 @@ class _Checked:
         return cls(own, wanted, objects, rng_states, groups)
 
     def read(self, ranks: Ranks) -> dict[str, Tensor]:
-        """This rank's parts of all tensors."""
+        """Reads this rank's parts of all tensors."""
         read, values = 0, dict[str, Tensor]()
         total = sum(wanted.bytes_in(ranks.place) for wanted in self.wanted.values())
         shown = Progress("reading a checkpoint", ranks.number, total)
@@ -174,7 +175,7 @@ class _Checked:
         values: dict[str, Tensor],
         undo: list[Callable[[], object]],
     ) -> None:
-        """Sets everything; `undo` gets the steps that set it back, for whatever goes wrong."""
+        """Sets all values; appends steps to `undo` that restore them if an error follows."""
         with torch.no_grad(), unwatched():
             for name, own in self.model.items():
                 _swap(own.tensor, values[name])
@@ -225,7 +226,7 @@ def _swap(a: Tensor, b: Tensor) -> None:
 
 
 def _keep_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
-    """Undoes a cast of PyTorch's, which gives all states but 'step' the dtype of their parameter."""
+    """Undoes a cast: PyTorch casts all states but 'step' to their parameter's dtype."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
             loaded[key] = value.to(loaded[key].device)

@@ -1,10 +1,10 @@
-"""Writes a checkpoint: each rank its slices, at the same time, and one file last that makes them count.
+"""Writes a checkpoint: each rank writes its slices at the same time; a last file makes them valid.
 
     the ranks agree on an id     folder/data-<id>/ is made; what an earlier save has left half done is removed
     each writes its file         0-of-2.safetensors, 1-of-2.safetensors, and waits until it is on the disk
     all have written             checkpoint.json is replaced in one rename, and the data that it named before removed
 
-A process that dies at any moment leaves the last complete checkpoint as it was.
+If a process dies at any moment, the last complete checkpoint remains intact.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _LOG = logging.getLogger(__name__)
 
 
 class Saving:
-    """A save that was begun."""
+    """A save in progress or finished."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: ShardError | None = None
 
     def done(self) -> bool:
-        """Whether the checkpoint is complete, or has failed."""
+        """Returns whether the checkpoint is complete or has failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
+        """Waits until the checkpoint is complete.
 
         Raises:
-            DistributedError, InputError: it failed on some rank; the last complete checkpoint is as it was.
+            DistributedError, InputError: a rank has failed; the last complete checkpoint is intact.
         """
         if self._thread is not None:
             self._thread.join()
@@ -58,10 +58,10 @@ class Saving:
             raise failure
 
     def run_in_background(self, job: Job, copies: Copies) -> None:
-        """Writes copies of the tensors; returns when the last of them is made.
+        """Writes copies of the tensors in a thread; returns after the last copy is made.
 
         Raises:
-            InputError: one can't be copied.
+            InputError: a tensor can't be copied.
         """
 
         def run() -> None:
@@ -79,14 +79,15 @@ class Saving:
             with copies.filling():
                 for name, tensor in job.mine.items():
                     copies.put(name, tensor)
-        except Exception:  # the thread tells the other ranks, and gives the error its words
+        except Exception:  # the thread reports it to the other ranks and raises the full error
             self.wait()
             raise
 
 
 _latest = Saving()
-"""The save that was begun last. The next one waits for it: two at a time would double the memory of copies, and remove
-each other's files."""
+"""The most recent save. The next one waits for it: two at a time would double the memory for
+copies, and remove each other's files.
+"""
 
 
 def save(
@@ -99,38 +100,42 @@ def save(
     wait: bool = True,
     copies: str | float | None = None,
 ) -> Saving:
-    """Saves a training run: each rank writes its slices. `load` takes them into any plan and any number of ranks.
+    """Saves a training run; `load` restores it under any plan and number of ranks.
 
-    A collective call: all ranks make it, those of all replicas under data parallelism too. The folder must be on a file
-    system that all of them share. A folder that holds a checkpoint keeps it until the new one is complete: a process
-    that is killed at any moment loses nothing.
+    Each rank writes its slices. All ranks must call it, including those of all replicas under data
+    parallelism, and share the folder's file system. An earlier checkpoint in the folder is kept
+    until the new one is complete, so killing a process at any moment loses nothing.
 
     Args:
-        folder: made if it is missing; it holds one checkpoint.
-        model: a sharded model, one that has sharded models as parts, or an unsharded one; DDP and torch.compile around
-            it are seen through. Gradients are not saved.
-        optimizer: one or several, in the same order at `load`; each must treat every element alone, as SGD and AdamW.
-        scheduler: one or several learning-rate schedulers, or what else has a state dict of plain data.
-        extra: plain data of the caller's (numbers, texts, tensors, and containers of them), which `load` returns; that
-            of rank 0 is saved. RNG states are saved too: PyTorch's, Python's and NumPy's, of each replica.
-        wait: False to write in the background, from copies; the result's `wait()` tells of errors, and so does the
-            next `save`, which waits for this one.
-        copies: the most memory that copies may take with `wait=False`, such as "4GiB": `save` returns when what is not
-            written yet fits; None for no limit.
+        folder: created if missing; it contains one checkpoint.
+        model: a sharded model, a model with sharded submodules, or an unsharded one; also inside
+            DDP or torch.compile. Gradients are not saved.
+        optimizer: one or several, in the same order as for `load`; each must treat every element
+            independently, like SGD and AdamW.
+        scheduler: one or several learning-rate schedulers, or other objects with a state dict of
+            plain data.
+        extra: plain user data (numbers, texts, tensors, and containers of them), which `load`
+            returns; rank 0's is saved. RNG states are always saved: PyTorch's, Python's and
+            NumPy's, of each replica.
+        wait: False writes copies in the background. Errors raise in the result's `wait()` and in
+            the next `save`, which waits for this one.
+        copies: the memory limit for copies with `wait=False`, such as "4GiB": `save` returns when
+            the unwritten rest fits; None for no limit.
 
     Returns:
         the save, complete if `wait`.
 
     Raises:
         InputError: something can't be saved, or the folder can't be written to.
-        DistributedError: the ranks save different things or hold different states, do not see one folder, or one of
-            them could not write.
+        DistributedError: the ranks' contents or states differ, they see different folders, or a
+            rank could not write.
     """
     global _latest
     check_module(model, "ts.save(folder, model, optimizer)")
     ranks, what = Ranks.of(model.parameters()), "the ranks can't save this checkpoint together"
 
     def prepare() -> tuple[Path, Contents, dict[str, bytes], float | None]:
+        # raises the error of an earlier background save
         _latest.wait()
         contents = contents_of(unwrapped(model), as_list(optimizer), as_list(scheduler), extra)
         return checked_folder(folder), contents, encoded(contents.objects), read_size(copies, "copies")
@@ -148,20 +153,20 @@ def save(
 
 
 def check_module(model: object, call: str) -> None:
-    """Checks that what a caller has named the model is one.
+    """Checks that the model argument is a module.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"a {type(model).__name__} is no model", where="model", why="it is no nn.Module", attempt=call)
 
 
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder that a caller has named.
+    """Returns the folder argument as a path.
 
     Raises:
-        InputError: it is no path.
+        InputError: it is not a path.
     """
     path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -170,11 +175,12 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, ranks: Ranks, *, buffers: set[str]) -> None:
-    """Checks that the ranks save the same: of tensors that several hold, each saves some for all.
+    """Checks that the ranks save equal contents, because a replicated tensor is saved once.
 
     Args:
-        objects: what is no tensor; the caller's own data may differ, and rank 0's are saved.
-        buffers: which replicas need not have in common, as statistics of their own batches; the first one's are saved.
+        objects: must match on all ranks, except the user's `extra`; rank 0's are saved.
+        buffers: may differ between replicas, like statistics of their own batches; the first
+            replica's are saved.
     """
     what, items = "the ranks save different checkpoints", contents.items
     types = {name: split_text(i.shape, i.sharding, dtype_text(i.tensor.dtype)) for name, i in items.items()}
@@ -189,7 +195,7 @@ def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, rank
 
 
 def verify_states(model: nn.Module, ranks: Ranks) -> None:
-    """Raises DistributedError if the ranks have done different things with a sharded model, or hold other values."""
+    """Raises DistributedError if the ranks' sharded models differ in their histories or values."""
 
     def verify() -> None:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""What one rank does of a save: its file, and on the rank that leads the manifest."""
+"""One rank's part of a save: its file and, on the leader, the manifest."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_
 
 
 def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ranks: Ranks) -> Job:
-    """Makes the data folder, in which all ranks are about to write; a collective call.
+    """Creates the data folder that all ranks will write to; all ranks must call it.
 
     Raises:
-        InputError: it can't be made, some rank does not see it, or a tensor has a dtype that files have not.
+        InputError: it can't be created, a rank does not see it, or files don't support a dtype.
     """
     id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
     states = ranks.of_replicas(encode(generator_states(), allow_pickle=False))
@@ -54,7 +54,7 @@ def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ra
 
 
 def unseen(folder: Path, name: str) -> InputError:
-    """The error for a rank that does not find what rank 0 has made."""
+    """Returns the error for a rank that does not see rank 0's files."""
     return InputError(
         "the ranks do not see one folder",
         where=str(folder),
@@ -64,12 +64,15 @@ def unseen(folder: Path, name: str) -> InputError:
 
 
 def file_name(rank: int, ranks: int, replica: int) -> str:
-    """The file of a rank; those of the first replica have no number."""
+    """Returns the name of a rank's file; the first replica's have no replica number."""
     return f"{rank}-of-{ranks}{f'.{replica}' if replica else ''}.safetensors"
 
 
 def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
-    """The tensors that this rank writes: its slices, in turn with others that hold them, and some of the whole ones."""
+    """Yields the tensors that this rank writes.
+
+    Holders of a slice take turns; a replicated tensor goes to the rank with the fewest bytes.
+    """
     bytes_ = [0] * ranks.count
     for turn, (name, item) in enumerate(items.items()):
         if item.sharding.is_split:
@@ -85,7 +88,7 @@ def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Job:
-    """What this rank has to write."""
+    """One rank's work in a save."""
 
     ranks: Ranks
     id: str
@@ -93,12 +96,12 @@ class Job:
     mine: Mapping[str, Tensor]
     contents: Contents
     objects: bytes
-    """What is no tensor, as it is when the save begins."""
+    """The encoded objects, as of the beginning of the save."""
     completion: Completion
 
     @property
     def folder(self) -> Path:
-        """That holds the manifest."""
+        """The folder of the manifest."""
         return self.file.path.parent.parent
 
     def run(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -113,7 +116,7 @@ class Job:
                 self._write(tensors)
         except ShardError as error:
             failure = error
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        except Exception as error:  # any error must be reported: the other ranks wait for it
             why = f"{type(error).__name__}: {error}"
             failure = InputError("the checkpoint can't be written", where=str(self.file.path), why=why)
         self.completion.finish(failure, self._commit)
@@ -139,6 +142,7 @@ class Job:
         with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
             layouts = {name: layout_text(item.sharding, item.shape) for name, item in self.contents.items.items()}
+            # data must be on disk before the manifest names it
             sync_folder(data)
             mesh = {axis.name: axis.size for axis in self.ranks.mesh.axes}
             content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases, mesh)
@@ -148,7 +152,7 @@ class Job:
 
 @contextlib.contextmanager
 def file_errors(place: Path) -> Iterator[None]:
-    """Turns errors of the file system into ours."""
+    """Converts file system errors into `InputError`."""
     try:
         yield
     except OSError as error:
@@ -161,11 +165,11 @@ def file_errors(place: Path) -> Iterator[None]:
 
 
 def _remove_data(folder: Path, *kept: Path) -> None:
-    """Removes the data of other saves than the one that counts, as far as that can be done."""
+    """Removes the data of superseded and unfinished saves, if possible."""
     try:
         names = {f"data-{saved_id(folder)}", *(path.name for path in kept)}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # the manifest can't be read, but what it names may be all that there is
+        return  # the unreadable manifest may name the only complete data
     for place in folder.glob("data-*"):
         if place.name not in names and re.fullmatch("data-[0-9a-f]{16}", place.name):
             shutil.rmtree(place, ignore_errors=True)
