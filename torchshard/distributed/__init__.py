@@ -1,10 +1,11 @@
-"""Groups, eager collectives with gradients, point-to-point messages, objects, and local ranks: the public names.
+"""The public names: groups, eager collectives with gradients, messages, objects, and local ranks.
 
-Read the modules from the bottom: `memory` (how ranks of one machine talk), `group` (a rank's place, and what is
-verified), `call_site`, `handshake` (headers between ranks), `wire` (start a call and wait), `consistency` (which calls
-are verified, and how), `kernels` (what a rank sends), `ops` (the operators of graphs). On them stand, for people,
-`eager` (checks of arguments), `collectives`, `primitives`, `messages` and `objects`. `process_groups` makes groups,
-`launch` starts ranks.
+Read the modules bottom-up: `memory` (communication within a machine), `group` (a rank's place and
+verification state), `call_site`, `handshake` (headers between ranks), `wire` (starts and waits),
+`consistency` (which calls are verified, and how), `kernels` (the data that a rank sends), `ops`
+(the operators of graphs). The user-facing modules build on these: `eager` (argument checks),
+`collectives`, `primitives`, `messages` and `objects`. `process_groups` creates groups, `launch`
+starts ranks.
 """
 
 from torch.distributed import ReduceOp

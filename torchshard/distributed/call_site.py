@@ -1,4 +1,4 @@
-"""Where a collective is called: the user's file and line, or the node of a graph. Errors on all ranks name it."""
+"""The call site of a collective, for errors on all ranks: the user's line or a graph node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torchshard.distributed.group import CheckLevel, Group
 
 
 def call_site(*, column: bool = False) -> str:
-    """The graph node that is running, or the line of the caller's own code.
+    """Returns the running graph node, or the line of the caller's own code.
 
     Args:
-        column: adds the column, which tells two calls on one line apart.
+        column: adds the column, which distinguishes two calls on one line.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
+        # torch.fx gives generated code this file name
         if name.startswith("<eval_with_key>"):
             return f"node {linecache.getline(name, frame.f_lineno).partition(' = ')[0].strip()}"
         if not is_library(name):
@@ -31,10 +32,11 @@ def call_site(*, column: bool = False) -> str:
 
 
 def verified_site(group: Group) -> str:
-    """The call site as the group's ranks verify it: at level ALL with the column."""
+    """Returns the call site that a group's ranks verify; level ALL adds the column."""
     return call_site(column=group.level is CheckLevel.ALL)
 
 
 def _column(frame: FrameType) -> int:
+    # co_positions has one entry for each instruction, which takes two bytes
     position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     return position[2] or 0

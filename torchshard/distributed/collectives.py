@@ -1,14 +1,15 @@
-"""Eager collectives: the conversions on this process's model-parallel group. Outside any group each returns its input.
+"""Eager collectives: the conversions on this process's model-parallel group.
 
     y = copy(x)                 # I -> R   forward nothing,        backward all-reduce
     y = reduce(x)               # P -> I   forward all-reduce,     backward nothing
     y = gather(x, dim)          # S -> I   forward all-gather,     backward keep own slice
     y = scatter(x, dim)         # I -> S   forward keep own slice, backward all-gather
 
-A dim that does not divide by the group is split by `torch.chunk`'s rule. A call that starts from a Shard asks the ranks
-for its global size, in one small message; pass `size=` if it is known. With `async_op=True` a call returns a `Handle`,
-whose `wait()` returns the tensor. Under `torch.no_grad` no tensor requires a gradient. Calls that differ between the
-ranks raise the same error on all of them: see `debug`.
+Outside any group, each call returns its input. A dim whose size is not divisible by the group size
+is split by `torch.chunk`'s rule. A call on a Shard exchanges its global size in one small message;
+pass `size=` to skip that. With `async_op=True`, a call returns a `Handle`; its `wait()` returns the
+tensor. Under `torch.no_grad`, no tensor requires a gradient. Calls that differ between ranks raise
+the same error on all of them: see `debug`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def copy(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def copy(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def copy(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
-    """I -> R: the same value; the gradients of all ranks are summed.
+    """I -> R: returns the same value; backward sums the gradients of all ranks.
 
     Source: Megatron's `copy_to_tensor_model_parallel_region`.
     """
@@ -54,12 +55,12 @@ def reduce(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
-    """P -> I: the sum over the ranks; the gradient passes.
+    """P -> I: returns the sum over the ranks; backward passes the gradient on.
 
-    If `x` requires no gradient, it sums in place and returns `x` itself; else `x` stays as it is.
+    If `x` requires no gradient, sums in place and returns `x` itself; otherwise `x` is unchanged.
 
     Raises:
-        InputError: `x` would be summed in place, but several of its elements share memory (an `expand`).
+        InputError: `x` would be summed in place, but its elements share memory (`expand`).
 
     Source: Megatron's `reduce_from_tensor_model_parallel_region`.
     """
@@ -67,16 +68,16 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
 
 
 def _summed(name: str, x: Tensor, async_op: bool) -> Tensor | Handle:
-    """The sum over the ranks, in place if `x` requires no gradient."""
+    """Sums over the ranks, in place if `x` requires no gradient."""
     group = own_group()
     check_tensor(group, name, x)
     if needs_gradient(x):
         return _call(name, x, async_op)
     if group.size == 1:
-        # `reduce` returns x itself; the caller of an asynchronous `all_reduce` may change x before `wait`
+        # `reduce` returns x itself; with an asynchronous `all_reduce`, the caller may change x before `wait`
         return _same(x, async_op) if name == "reduce" or not async_op else _call(name, x, async_op)
     if torch.compiler.is_compiling():
-        # torch.compile can't trace a call of torch.distributed's, so it gets the operator, and a copy back
+        # torch.compile can't trace a call of torch.distributed, so it gets the operator and a copy back
         total: Tensor = _ops.reduce(x, group.name)
         return x.copy_(total)
     if group.level is not CheckLevel.OFF:
@@ -90,7 +91,7 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Tensor | Handle:
 def _reducing_in_place(x: Tensor, group: Group, *, copy_first: bool = False) -> Pending:
     if not copy_first and x.is_contiguous() and not x.is_neg() and not x.is_conj():
         if not x.is_inference():
-            # the collective writes below autograd, and a backward that saved x must notice
+            # the collective writes below autograd, and a backward that saved x must detect that
             torch.autograd.graph.increment_version(x)
         return reducing(x, dist.ReduceOp.SUM, group)
     pending = reducing(copied(x), dist.ReduceOp.SUM, group)
@@ -102,9 +103,9 @@ def all_reduce(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def all_reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def all_reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
-    """P -> R: the sum over the ranks; the gradients of all ranks are summed too.
+    """P -> R: returns the sum over the ranks; backward sums the gradients of all ranks too.
 
-    If `x` requires no gradient, it sums in place and returns `x` itself, as `torch.distributed.all_reduce` does.
+    If `x` requires no gradient, sums in place and returns `x`, like `torch.distributed.all_reduce`.
     """
     return _summed("all_reduce", x, async_op)
 
@@ -114,7 +115,7 @@ def scatter(x: Tensor, dim: int | None = -1, *, async_op: Literal[False] = False
 @overload
 def scatter(x: Tensor, dim: int | None = -1, *, async_op: Literal[True]) -> Handle: ...
 def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Tensor | Handle:
-    """I -> S(dim): this rank's slice; the gradient is gathered. `dim=None` splits nothing.
+    """I -> S(dim): returns this rank's slice; backward gathers the gradient. `dim=None`: no split.
 
     [6, 8] over two ranks gives [3, 8] for `dim=0` and [6, 4] for `dim=-1`.
     """
@@ -126,7 +127,7 @@ def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[False] = False) -> Ten
 @overload
 def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[True]) -> Handle: ...
 def narrow(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Tensor | Handle:
-    """R -> S(dim): this rank's slice; the gradient is padded with zeros, a partial sum of the whole."""
+    """R -> S(dim): returns this rank's slice; the gradient is zero-padded to a partial sum."""
     return _call("narrow", x, async_op, to_dim=dim)
 
 
@@ -135,15 +136,15 @@ def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op
 @overload
 def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
 def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
-    """S(dim) -> I: all ranks' slices joined; this rank keeps its slice of the gradient. `dim=None` joins nothing.
+    """S(dim) -> I: joins all ranks' slices; backward keeps this rank's. `dim=None`: no change.
 
     [6, 8] on each of two ranks gives [12, 8] for `dim=0` and [6, 16] for `dim=-1`.
 
     Args:
-        size: the global size of the dim, if it is known; else the ranks tell each other theirs.
+        size: the global size of the dim; by default, the ranks exchange theirs.
 
     Raises:
-        InputError: the ranks' sizes are not those of a split.
+        InputError: the ranks' sizes don't form a split.
     """
     return _call("gather", x, async_op, dim=dim, size=size) if dim is not None else _same(x, async_op)
 
@@ -153,10 +154,10 @@ def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: L
 @overload
 def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
 def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
-    """S(dim) -> R: all ranks' slices joined; the gradients are summed and scattered.
+    """S(dim) -> R: joins all ranks' slices; backward sums and scatters the gradients.
 
     Args:
-        size: as in `gather`.
+        size: see `gather`.
     """
     return _call("all_gather", x, async_op, dim=dim, size=size)
 
@@ -166,7 +167,7 @@ def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: Literal[False] = False
 @overload
 def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: Literal[True]) -> Handle: ...
 def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Tensor | Handle:
-    """P -> S(dim): this rank's slice of the sum over the ranks; the gradient is gathered."""
+    """P -> S(dim): returns this rank's slice of the sum; backward gathers the gradient."""
     return _call("reduce_scatter", x, async_op, to_dim=dim)
 
 
@@ -177,10 +178,10 @@ def all_to_all(
 @overload
 def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
 def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
-    """S(dim) -> S(to_dim): split along another dim; the gradient goes the way back.
+    """S(dim) -> S(to_dim): splits along another dim; backward converts the gradient back.
 
     Args:
-        size: as in `gather`.
+        size: see `gather`.
     """
     return _call("all_to_all", x, async_op, dim=dim, size=size, to_dim=to_dim)
 
@@ -191,8 +192,8 @@ def _call(
     """Runs one conversion.
 
     Args:
-        dim, size: if the conversion starts from a Shard, its dim, and the global size of that if it is known.
-        to_dim: if the conversion leads to a Shard, its dim.
+        dim, size: the dim of a source Shard, and its global size, if known.
+        to_dim: the dim of a target Shard.
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
     check_tensor(group, name, x)
@@ -212,13 +213,13 @@ def _call(
         return _same(x, async_op)
     if async_op:
         return begin(op, x, *args, group.name)
-    # torch.compile needs the operator, which it can put into its graph; eager calls skip the dispatcher
+    # torch.compile puts the operator into its graph; eager calls skip the dispatcher
     run: Callable[..., Tensor] = op if compiling else direct(op)
     return run(x, *args, group.name)
 
 
 def _from_front(x: Tensor, dim: int | None) -> int | None:
-    """A dim counted from the front; one that is out of range stays, for the error."""
+    """Returns a dim counted from the front; an out-of-range dim is returned for the error."""
     return dim + x.ndim if dim is not None and -x.ndim <= dim < 0 else dim
 
 

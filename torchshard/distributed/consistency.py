@@ -1,11 +1,12 @@
-"""Verifies, before the ranks communicate, that they make the same call: a difference is the same error on every rank.
+"""Verifies that all ranks make the same call before they communicate; if not, all raise one error.
 
-Backends answer calls that do not fit with wrong numbers, aborts or hangs. So each call has a signature, the text of
-everything that must be the same on all ranks, and a key: calls with equal keys need only one verification.
+Backends react to mismatched calls with wrong numbers, aborts or hangs. Therefore each call has a
+signature, the text of everything that must match on all ranks, and a key: calls with equal keys
+need only one verification.
 
-    verify_call(group, describe)         one header to each rank, before an eager call; also says who is missing
+    verify_call(group, describe)         one header to each rank, before an eager call; also reports missing ranks
     verify_equal(group, facts, ...)      one small all-reduce of a digest
-    begin_verifying(group, facts, ...)   the same, for calls of a sharded model: it computes until the digests are there
+    begin_verifying(group, facts, ...)   starts `verify_equal` for a sharded model's call, which computes meanwhile
     run_on_all_ranks(group, make, ...)   if `make` fails on one rank, all raise
 
     DistributedError: the ranks are about to do different things
@@ -13,8 +14,8 @@ everything that must be the same on all ranks, and a key: calls with equal keys 
       why:   ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: gather(dim=1) of f32[2,*] (train.py:15)
       try:   the same calls with the same shapes in the same order on every rank
 
-The group's `CheckLevel` decides which calls are verified. Calls that are not (by default, the backward of a sharded
-model) go into a rolling hash, which the next verification includes.
+The group's `CheckLevel` selects the verified calls. Unverified ones (by default, the backward of a
+sharded model) go into a rolling hash, which the next verification includes.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ from torchshard.distributed.wire import begin, finish, note, settle
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
-"""Facts that must be the same on all ranks, by the names under which errors report them."""
+"""Facts that must match on all ranks, by the names that errors use."""
 MAX_VERIFIED = 4096
-"""Largest number of keys to remember."""
+"""The maximum number of keys to remember."""
 TOLERANCE = 1e-3
-"""The largest difference, relative to their scale, of numbers that are equal up to rounding."""
+"""The maximum relative difference of numbers that are equal up to rounding."""
 COMPARING = "comparing what the ranks do"
 _COMPARED = "compared"
-"""The key of the sentence that says what a rank compares."""
+"""The key of the sentence that names the comparison."""
 SAME_CALL = "the same call on every rank"
-"""What an error advises if it knows no better."""
+"""An error's default advice."""
 
 
 # --- which calls are verified ----------------------------------------------------------------------------------------
 
 
 def verifies_each(group: Group, device: torch.device) -> bool:
-    """Whether the ranks verify each eager call with tensors on a device, and not only those with a new signature."""
+    """Returns whether ranks verify every eager call on a device, not only new signatures."""
     return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.compares_first(device))
 
 
 def needs_verification(group: Group, verified: set[Hashable], key: Hashable, device: torch.device) -> bool:
-    """Whether an eager call with tensors on a device is to be verified; its key then counts as verified."""
+    """Returns whether to verify an eager call on a device; marks its key as verified."""
     if group.size == 1 or group.level is CheckLevel.OFF or (key in verified and not verifies_each(group, device)):
         return False
     remember(verified, key)
@@ -71,23 +72,23 @@ def needs_verification(group: Group, verified: set[Hashable], key: Hashable, dev
 
 
 def remember(verified: set[Hashable], key: Hashable) -> None:
-    """Adds a key. The set is bounded. All ranks hold the same keys, so all of them empty it at the same call."""
+    """Adds a key to a bounded set, which all ranks clear at the same call: their keys are equal."""
     if len(verified) >= MAX_VERIFIED:
         verified.clear()
     verified.add(key)
 
 
 def announces(group: Group) -> bool:
-    """Whether a call is verified by the data that it sends: ranks that talk through memory send its text with them."""
+    """Returns whether data carries a call's text for verification, as through memory."""
     return group.memory is not None and group.level is CheckLevel.NEW
 
 
 def announce(group: Group, describe_call: Callable[[], str]) -> None:
-    """Has the ranks verify a call when they send its data, or those of the next one if it sends none.
+    """Attaches a call's text to its data, or to the next data, for the ranks to verify.
 
     Raises:
-        DistributedError: this rank can't make the call, and others make another one.
-        Exception: that of `describe_call`, if every rank raises the same.
+        DistributedError: this rank can't make the call, and others make a different one.
+        Exception: from `describe_call`, if every rank raises the same.
     """
     settle()
     try:
@@ -99,7 +100,7 @@ def announce(group: Group, describe_call: Callable[[], str]) -> None:
 
 
 def note_unverified(group: Group, text: str) -> None:
-    """Notes a collective that is not verified, for the next verification; `text` is the same on all ranks."""
+    """Adds an unverified collective to the next verification; `text` is the same on all ranks."""
     if group.memory is not None:
         group.memory.note(call_of(text))
         return
@@ -109,7 +110,7 @@ def note_unverified(group: Group, text: str) -> None:
 
 
 def forward_site(group: Group) -> str:
-    """The line of a call, if the verification of its gradient is to report that; else ''."""
+    """Returns a call's line if the verification of its gradient reports it; else ''."""
     return verified_site(group) if group.level is CheckLevel.ALL else ""
 
 
@@ -122,7 +123,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def running(call: str) -> Iterator[None]:
-    """Marks the collectives of this thread as part of a call of a sharded model, whose graph fixes their order."""
+    """Marks this thread's collectives as part of a sharded model's call: it fixes their order."""
     before, _running.call = _running.call, call
     try:
         yield
@@ -131,7 +132,7 @@ def running(call: str) -> Iterator[None]:
 
 
 def running_call() -> str:
-    """The call of a sharded model that this thread runs; '' if there is none."""
+    """Returns the sharded model's call that this thread runs; '' outside of one."""
     return _running.call
 
 
@@ -149,16 +150,17 @@ def verify_call(
     """Verifies that all ranks make the same next call, and exchanges a number.
 
     Args:
-        describe_call: returns the signature. If this rank can't make the call it raises, and all ranks hear of it.
-        value: returns a number of this rank's own; called after `describe_call`.
-        gradient_of: if this call is the gradient of another, the line of that one.
-        symmetric: whether all ranks do the same, so that at level ALL they must call from the same line.
+        describe_call: returns the signature. If it raises because this rank can't make the call,
+            all ranks learn of it.
+        value: returns a number of this rank; called after `describe_call`.
+        gradient_of: the line of the forward call, if this call is a gradient.
+        symmetric: whether all ranks do the same; at level ALL, they must then call from one line.
 
     Returns:
         all ranks' values.
 
     Raises:
-        DistributedError: the calls differ, or a rank made none within the time-out. Every rank that made one raises.
+        DistributedError: the calls differ, or a rank timed out. Every rank that made a call raises.
         Exception: the exception of `describe_call`, if every rank raises the same.
     """
     settle()
@@ -169,7 +171,7 @@ def verify_call(
     try:
         text = describe_call()
     except Exception as error:
-        # not raised yet: the other ranks would wait in vain for this rank's header
+        # raised later: the other ranks would wait in vain for this rank's header
         failure, text = error, f"refused: {first_line(error)}"
     site = f"backward of {gradient_of}" if gradient_of else verified_site(group)
     compared = _compared_text(group, text, site if symmetric else "")
@@ -188,7 +190,7 @@ def verify_call(
 
 
 def _compared_text(group: Group, text: str, site: str) -> str:
-    """The text whose digest the ranks compare: the signature, at level ALL the line, and the calls not verified yet."""
+    """Returns the text to compare: signature, line (at level ALL), and hash of unverified calls."""
     line = site if group.level is CheckLevel.ALL else ""
     unverified = f" after {group.handshake.unverified_hash:x}" if group.handshake.unverified_hash else ""
     return f"{text} {line}{unverified}"
@@ -197,10 +199,10 @@ def _compared_text(group: Group, text: str, site: str) -> str:
 def verify_following_call(
     group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: torch.device | None = None
 ) -> bool:
-    """Like `verify_call`, for a call that follows from another one: verified only if each call is.
+    """Verifies a call that follows from an earlier one, if each call is verified.
 
     Args:
-        eager: the device of the tensors, if the other one was an eager call.
+        eager: the device of the tensors, if the earlier call was eager.
 
     Returns:
         whether it was verified.
@@ -217,7 +219,7 @@ def verify_following_call(
 
 
 def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[bytes]:
-    """All ranks' bytes, of any lengths, in the order of the ranks; if encoding fails on one rank, all raise."""
+    """Gathers all ranks' bytes, of any lengths, by rank; if encoding fails on one, all raise."""
     data = b""
 
     def describe_call() -> str:
@@ -233,7 +235,7 @@ def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[b
 
 
 def _gather_padded(group: Group, call: str, data: bytes) -> Tensor:
-    """All ranks' bytes, of one length, as the rows of a matrix."""
+    """Gathers all ranks' bytes, of equal length, as rows of a matrix."""
     rows = torch.empty(group.size, len(data), dtype=torch.uint8, device="cpu")
     gather, sent = dist.all_gather_single, torch.frombuffer(bytearray(data), dtype=torch.uint8)
     finish(group, call, begin(group, call, gather, rows.flatten(), sent, group=group.control, async_op=True))
@@ -241,7 +243,7 @@ def _gather_padded(group: Group, call: str, data: bytes) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> bytes:
-    """The bytes of a contiguous tensor on the CPU."""
+    """Returns the bytes of a contiguous CPU tensor."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize) if tensor.numel() else b""
 
 
@@ -249,11 +251,11 @@ def memory_of(tensor: Tensor) -> bytes:
 
 
 class Near(NamedTuple):
-    """A number that must be the same on all ranks up to rounding."""
+    """A number that must match on all ranks up to rounding."""
 
     value: float = 0.0
     scale: float = 0.0
-    """The size that the number could have; differences are relative to it."""
+    """The magnitude that differences are relative to."""
     name: str = ""
 
 
@@ -267,7 +269,7 @@ def verify_equal(
     near: Near | None = None,
     attempt: str = SAME_CALL,
 ) -> bool:
-    """As `begin_verifying`, and waits."""
+    """Verifies that facts match on all ranks: `begin_verifying`, then the wait."""
     return begin_verifying(group, facts, error, what, unlike=unlike, near=near, attempt=attempt)()
 
 
@@ -283,22 +285,23 @@ def begin_verifying(
     attempt: str = SAME_CALL,
     rides: bool = False,
 ) -> Callable[[], bool]:
-    """The ranks begin to compare digests.
+    """Starts to compare digests with the other ranks.
 
     Args:
-        facts: what must be equal; a function is called only if the digests differ.
+        facts: must match on all ranks; a function is called only if the digests differ.
         what: the error's first line.
         digest: the hash of the facts, if they are a function.
-        unlike: a number of this rank's own that may differ.
-        near: a number that may differ by rounding. If it differs by more, the error names it before the facts, or where
-            they have its name.
+        unlike: a number that may differ between ranks.
+        near: a number that may differ by rounding. If it differs by more, the error reports it at
+            its name's position among the facts, or first.
         attempt: the error's last line.
-        rides: whether ranks that talk through memory may attach the digests to the next data they send. Nothing more
-            may be sent until the comparison ends (`wire.settling`).
+        rides: whether ranks that communicate through memory may attach the digests to their next
+            data. They may send nothing else until the comparison ends (`wire.settling`).
 
     Returns:
-        a function that waits for the others' digests, and returns whether `unlike` is the same on all ranks. If the
-        digests differ, it raises `error` on every rank; its `where` is the name of the first unequal fact.
+        a function that waits for the other ranks' digests and returns whether `unlike` is the same
+        on all ranks. If the digests differ, it raises `error` on every rank; its `where` names the
+        first unequal fact.
     """
     settle()
     if group.size == 1:
@@ -331,21 +334,21 @@ def _unequal(
 ) -> ShardError:
     site = {_COMPARED: what, "at": call_site()}
     data = json.dumps(site | dict(facts())).encode()
-    (longest,), _ = _begin_bounds(group, len(data))()  # no `gather_bytes`: it would verify calls, which may differ too
+    (longest,), _ = _begin_bounds(group, len(data))()  # not `gather_bytes`: it would verify calls, which may differ too
     rows = _gather_padded(group, COMPARING, data.ljust(longest))
     everyone = [json.loads(memory_of(row)) for row in rows]
     sites = [f"rank {rank}: {found.pop('at')}" for rank, found in enumerate(everyone)]
-    if len({found.pop(_COMPARED) for found in everyone}) > 1:  # as a save on one rank, and a call on another
+    if len({found.pop(_COMPARED) for found in everyone}) > 1:  # for example, a save on one rank and a call on another
         what, where = "the ranks do different things", "; ".join(sites)
         return DistributedError(what, where=where, why="each of these lines is a call of all ranks", attempt=SAME_CALL)
     return error(what, where=_first_difference(everyone), why=_shown(everyone), attempt=attempt)
 
 
 def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
-    """Returns `make()` if it succeeds on every rank; if it fails on any rank, raises on all of them.
+    """Returns `make()` if it succeeds on every rank; if it fails on one, all raise.
 
     Args:
-        error, what: as in `verify_equal`, for the ranks on which it succeeded.
+        error, what: the error for the ranks on which it succeeded; see `verify_equal`.
     """
     result, failure = None, None
     try:
@@ -360,7 +363,7 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
 
 
 def _begin_bounds(group: Group, *numbers: int, rides: bool = False) -> Callable[[], tuple[list[int], list[int]]]:
-    """Waits for, and returns, the highest and the lowest of each number over the ranks."""
+    """Starts to find the highest and the lowest of each number; returns the wait for both."""
     if isinstance(group.control, MemoryProcessGroup):
         told = Numbers(group.control.calls, call_of(f"{COMPARING}\n{call_site()}"), numbers)
         if not rides:
@@ -377,7 +380,7 @@ def _begin_bounds(group: Group, *numbers: int, rides: bool = False) -> Callable[
 
     def highest_and_lowest() -> tuple[list[int], list[int]]:
         finish(group, COMPARING, work)
-        # one all-reduce of maxima gives both bounds: the lowest is minus the highest of the negated numbers
+        # one all-reduce of maxima gives both: the lowest is minus the highest of the negated numbers
         reduced = bounds.tolist()
         return reduced[: len(numbers)], [-n for n in reduced[len(numbers) :]]
 
@@ -385,13 +388,13 @@ def _begin_bounds(group: Group, *numbers: int, rides: bool = False) -> Callable[
 
 
 def _ordered(number: float) -> int:
-    """An integer with the order of the float, so that one all-reduce of integers bounds floats too."""
+    """Returns an integer ordered like the float, so one integer all-reduce bounds floats too."""
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
     return bits if bits >= 0 else -(bits & (2**63 - 1))
 
 
 def _number(ordered: int) -> float:
-    """The inverse of `_ordered`."""
+    """Inverts `_ordered`."""
     bits = ordered if ordered >= 0 else -ordered | -(2**63)
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return number

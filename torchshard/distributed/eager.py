@@ -1,4 +1,4 @@
-"""Checks that run before an eager collective: it gets a tensor, the ranks' calls fit, and their sizes are known."""
+"""Checks before an eager collective: the input is a tensor, calls match, sizes are known."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torchshard.distributed.consistency import (
 from torchshard.distributed.group import CheckLevel, Group
 
 ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
-"""Calls in which one rank does something else than the others, often on a line of its own."""
+"""Calls in which one rank acts differently from the others, often on its own line."""
 
 
 def check_tensor(group: Group, name: str, x: object, *, is_message: bool = False) -> None:
-    """Raises InputError on all ranks if one passes something else than a dense tensor, or calls within a transform.
+    """Raises InputError on all ranks if one passes no dense tensor or calls within a transform.
 
     Args:
-        is_message: the call is this rank's alone, and so is the error.
+        is_message: only this rank makes the call, so only this rank raises.
     """
     if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         raise InputError(
@@ -63,7 +63,7 @@ def check_tensor(group: Group, name: str, x: object, *, is_message: bool = False
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Whether the result of an op on a tensor would require a gradient now."""
+    """Returns whether the result of an op on a tensor would require a gradient now."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -75,16 +75,20 @@ def verify_tensor_call(
     valid: Callable[[], object] | None = None,
     **facts: Hashable,
 ) -> list[int] | None:
-    """Verifies an eager call if the group's level requires it; then returns all ranks' sizes along `dim`.
+    """Verifies an eager call if the group's level requires it.
 
     Args:
-        dim: the dim along which the ranks' sizes may differ; with `size=None` the ranks exchange them at every level.
-        valid: raises if this call can't be made.
-        facts: the arguments, which are the same on all ranks. Those whose names end in `dim` are dims of `x`.
+        dim: the dim along which the ranks' sizes may differ; with `size=None`, the ranks exchange
+            them at every level.
+        valid: raises if this call is invalid.
+        facts: the arguments, the same on all ranks; names that end in `dim` are dims of `x`.
+
+    Returns:
+        all ranks' sizes along `dim`; None if they were not exchanged.
 
     Raises:
         DistributedError: the ranks' calls differ.
-        InputError: the tensor has no such dim.
+        InputError: the dim is out of range.
     """
     check_tensor(group, name, x)
     verified = group.handshake.verified_calls
@@ -106,17 +110,17 @@ def verify_tensor_call(
         own_size = (lambda: 0) if dim is None else (lambda: x.shape[dim])
         sizes = verify_call(group, describe, own_size, symmetric=name not in ONE_SIDED)
     else:
-        describe()  # this rank's own mistakes are told at every level
+        describe()  # this rank's own mistakes raise at every level
     if not asks_sizes:
         remember(verified, key)
     return sizes
 
 
 def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, object]) -> str:
-    """'gather(dim=1) of f32[2,*]': a call as it is on all ranks, with * for the dim along which their sizes may differ.
+    """Returns 'gather(dim=1) of f32[2,*]': a call's signature, with * for sizes that may differ.
 
     Raises:
-        InputError: the tensor has no such dim.
+        InputError: the dim is out of range.
     """
     arguments: dict[str, object] = {"dim": dim, **facts}
     dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and d is not None]
@@ -129,14 +133,14 @@ def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, object
 
 
 def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
-    """The size along a dim of all ranks' slices together.
+    """Returns the global size along a dim.
 
     Args:
-        size: the size, if it is known.
-        sizes: the size of each rank's slice, if they are known.
+        size: the size, if known.
+        sizes: the size of each rank's slice, if known.
 
     Raises:
-        InputError: the ranks' sizes are not those of a split.
+        InputError: the ranks' sizes don't form a split.
     """
     if sizes is None and size is None:
         return int(x.shape[dim] * group.size)
@@ -171,10 +175,10 @@ def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None
 
 
 def own_dim(x: Tensor, dim: object) -> int:
-    """A dim counted from the front.
+    """Returns a dim counted from the front.
 
     Raises:
-        InputError: the tensor has no such dim.
+        InputError: the dim is out of range.
     """
     if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise InputError(
@@ -187,7 +191,10 @@ def own_dim(x: Tensor, dim: object) -> int:
 
 
 def fill(x: Tensor, value: Tensor) -> Tensor:
-    """Copies values into a tensor and returns it; fills an expanded one once per element and returns the values."""
+    """Copies values into a tensor and returns it.
+
+    An expanded tensor is filled once per element; the values are returned instead of it.
+    """
     target, source = x, value
     for dim in (repeated := _repeated(x)):
         target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -197,7 +204,7 @@ def fill(x: Tensor, value: Tensor) -> Tensor:
 
 
 def check_memory(name: str, x: Tensor) -> None:
-    """Raises InputError for a tensor that can't be filled: several of its elements share memory."""
+    """Raises InputError for a tensor that can't be filled because its elements share memory."""
     if _repeated(x):
         raise InputError(
             "a tensor can't be filled if several of its elements share memory",
@@ -208,5 +215,5 @@ def check_memory(name: str, x: Tensor) -> None:
 
 
 def _repeated(x: Tensor) -> list[int]:
-    """The dims along which a tensor is expanded: all elements share memory."""
+    """Returns the dims along which a tensor is expanded: all elements share memory."""
     return [dim for dim in range(x.ndim) if x.stride(dim) == 0 and x.shape[dim] > 1]

@@ -1,14 +1,14 @@
-"""Collectives that take rows to the ranks that have their experts, and back, as operators for graphs.
+"""Operators for graphs that send rows to the ranks of their experts, and back.
 
     dispatch(x, sent, received, rows, group)     f32[6,8] -> f32[u,8]     each expert's rows, of all ranks
     combine(x, sent, received, rows, group)      f32[u,8] -> f32[6,8]     the rows as they were
 
-Each is the gradient of the other. Rows are in the order of their experts before and after, and each rank has
-consecutive experts. `sent` [experts] counts a rank's own rows for each expert, `received` [own experts, ranks] what
-comes for each of its own ones from each rank. How many rows come is known at the call only: `rows` is a size that an
-earlier call of a graph has found, or None.
+Each is the gradient of the other. Rows are in the order of their experts before and after, and each
+rank has consecutive experts. `sent` [experts] counts a rank's own rows for each expert, `received`
+[own experts, ranks] the rows for each of its experts from each rank. The number of received rows is
+known only at the call: `rows` is a size that an earlier call of a graph has found, or None.
 
-As the token dispatcher of Megatron-LM by all-to-all (`MoEAlltoAllTokenDispatcher`).
+Source: Megatron-LM's token dispatcher by all-to-all (`MoEAlltoAllTokenDispatcher`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Size = int | torch.SymInt
 
 
 def experts_of_ranks(experts: int, ranks: int) -> list[int]:
-    """How many of the experts each rank has, by `torch.chunk`'s rule."""
+    """Returns each rank's number of experts, by `torch.chunk`'s rule."""
     return [local_size(((experts, 1),), rank, ranks) for rank in range(ranks)]
 
 
 def _numbers(sent: Tensor, received: Tensor, group: Group) -> tuple[list[int], list[int]]:
-    """How many rows come from each rank, and go to each."""
+    """Returns (rows from each rank, rows to each rank)."""
     to = [part.sum() for part in sent.split(experts_of_ranks(sent.shape[0], group.size))]
     come, go = torch.stack([received.sum(0), torch.stack(to)]).tolist()
     return come, go
 
 
 def _in_order_of_experts(received: Tensor) -> Tensor:
-    """The place of each row, in the order of experts, among the rows as they come: those of a rank in that order."""
+    """Returns the indices that sort received rows by expert; rows of one rank already are."""
     experts, ranks = received.shape
     own = torch.arange(experts, device=received.device).repeat(ranks)
     return own.repeat_interleave(received.t().flatten()).argsort(stable=True)
@@ -62,10 +62,10 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Group], Exchange]
 
 
 def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
-    """Runs one of the two on this rank.
+    """Runs one of the two kernels on this rank.
 
     Raises:
-        DistributedError: the group is a simulated one, or the ranks' calls differ.
+        DistributedError: the group is simulated, or the ranks' calls differ.
     """
     refuse_simulated(group)
     verify_following_call(group, lambda: f"{name} of rows {type_text(x.dtype, x.shape[1:])}")
@@ -73,12 +73,12 @@ def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, g
 
 
 def _some_rows(x: Tensor) -> Size:
-    """A dynamic size that no other is equal to; as an example it has that of the rows which are sent."""
+    """Returns a new dynamic size, equal to no other; its example value is `x`'s number of rows."""
     shapes = getattr(torch.library.get_ctx(), "_shape_env", None)
     size = x.shape[0]
     if shapes is None or isinstance(size, int):
         return size
-    # these take seconds, and the capture has imported them
+    # these imports take seconds; the capture has done them before
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -120,4 +120,4 @@ _define("combine", "dispatch", _combine)
 DISPATCH = torch.ops.torchshard.dispatch.default
 COMBINE = torch.ops.torchshard.combine.default
 KERNELS: dict[object, Kernel] = {DISPATCH: _dispatch, COMBINE: _combine}
-"""Operator -> what a rank of several sends."""
+"""Operator -> the kernel that computes a rank's exchange."""

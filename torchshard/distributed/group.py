@@ -1,11 +1,12 @@
-"""A process's place in a group, and the names under which graphs find groups.
+"""A process's place in a group, and the names by which graphs refer to groups.
 
-A graph holds a group's name, not the group: it can be printed, saved, and run again in another process. Names:
-`model` is the group that `init_process_group` made, `data` the one across the model-parallel ones;
-`simulated/<rank>/<world>` is no group at all, and lets a graph be checked for any rank without processes.
+A graph stores a group's name, not the group: it can be printed, saved, and run again in another
+process. Names: `model` is the group that `init_process_group` created, `data` the group across the
+model-parallel groups; `simulated/<rank>/<world>` is not a real group and allows checking a graph
+for any rank without processes.
 
-A group also holds what its ranks have verified of each other so far (`HandshakeState`), how much they verify
-(`CheckLevel`), and how long they wait (`Timeouts`): all of it ends with the group.
+A group also contains its ranks' verification state (`HandshakeState`), how much they verify
+(`CheckLevel`), and their time-outs (`Timeouts`). All of it ends with the group.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from torchshard.core.mesh import DATA, MODEL, Coordinate, MeshAxis, simulated
 from torchshard.distributed.memory import Calls, MemoryProcessGroup
 
 MAX_RECENT = 16
-"""An error lists at most so many of the latest collectives that were not verified."""
+"""The maximum number of recent unverified collectives that an error lists."""
 
 
 class CheckLevel(Enum):
-    """Which calls the ranks verify before they communicate."""
+    """The calls that ranks verify before they communicate."""
 
     ALL = "all"
-    """Each eager call, each collective node of a graph, each step of a backward, and the line that calls."""
+    """Each eager call, each collective of a graph, each step of backward, and the calling line."""
     NEW = "new"
-    """Each call of a sharded model. Eager calls: over NCCL those whose signature is new, else each."""
+    """Each call of a sharded model. Eager calls: new signatures over NCCL, otherwise each call."""
     OFF = "off"
-    """Only what can't be skipped: exchanges of sizes and objects, making groups, sharding and new captures."""
+    """Only required ones: exchanging sizes and objects, new groups, sharding, new captures."""
 
 
 class Timeouts(NamedTuple):
-    """Waits in seconds."""
+    """Time-outs in seconds."""
 
     start: float = 60.0
     """For the ranks to find each other."""
     verify: float = 60.0
-    """For the others to come to a call."""
+    """For the other ranks to reach a call."""
     collective: float = 60.0
     """For a collective to end."""
 
     @property
     def longest(self) -> float:
-        """For the others to come to a call and for its end, where one wait does both: through memory."""
+        """For reaching a call and ending it, because through memory one wait does both."""
         return max(self.verify, self.collective)
 
 
@@ -58,12 +59,12 @@ class Waiter(Protocol):
     """A thread that waits for a message."""
 
     def is_done(self, seconds: float | None = 0.0) -> bool:
-        """Whether the thread has ended, after so many seconds at most (None: no limit)."""
+        """Waits up to `seconds` (None: no limit), and returns whether the thread has ended."""
 
 
 @dataclass
 class HandshakeState:
-    """What the ranks of a group have verified so far, and which of their messages are under way."""
+    """The verification state of a group, and its messages under way."""
 
     level: CheckLevel = CheckLevel.NEW
     verified_calls: set[Hashable] = field(default_factory=set)
@@ -71,17 +72,17 @@ class HandshakeState:
     verified_sends: dict[tuple[int, int], set[Hashable]] = field(default_factory=dict)
     """(from, to) -> the keys of the messages that these two ranks have verified."""
     failures: int = 0
-    """How many calls have failed; nothing is known about the other ranks' calls after one."""
+    """The number of failed calls; after one, the other ranks' calls are unknown."""
     last_receive: dict[int, Waiter] = field(default_factory=dict)
-    """Rank -> the last receive from it, if that waits for verification."""
+    """Rank -> the last receive from it, if it waits for verification."""
     waiter_threads: list[Waiter] = field(default_factory=list)
     """The threads that wait for messages."""
     sharded_models: int = 0
-    """How many models were sharded over the group; the number of each is the same on all ranks."""
+    """The number of models sharded over the group, the same on all ranks; it numbers the models."""
     unverified_hash: int = 0
-    """A rolling hash of the collectives that were not verified; the next verification includes it."""
+    """A rolling hash of unverified collectives; the next verification includes it."""
     recent_unverified: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
-    """The latest of those since the ranks last verified anything."""
+    """The latest unverified collectives since the last verification."""
 
     def forget(self) -> None:
         """Makes every call count as new, after an error that all ranks raise."""
@@ -101,15 +102,15 @@ class Group:
     rank: int
     size: int
     name: str = MODEL
-    """The name under which graphs find it."""
+    """The name by which graphs refer to it."""
     process_group: dist.ProcessGroup | None = None
-    """torch.distributed's group; None for a group of one or a simulated one."""
+    """The torch.distributed group; None for a group of one or a simulated one."""
     control: dist.ProcessGroup | None = None
-    """A gloo group of the same ranks, for verification and objects; None for a group of one."""
+    """A group (gloo or memory) for verification and objects; None for a group of one."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     simulated: bool = False
     gloo_devices: frozenset[str] = frozenset()
-    """The kinds of devices ("cpu") whose tensors travel through gloo."""
+    """The device types, such as "cpu", with tensors sent through gloo."""
     handshake: HandshakeState = field(default_factory=HandshakeState, compare=False, repr=False)
 
     @property
@@ -119,25 +120,25 @@ class Group:
 
     @property
     def level(self) -> CheckLevel:
-        """Which calls the ranks verify."""
+        """The calls that the ranks verify."""
         return self.handshake.level
 
     @property
     def memory(self) -> Calls | None:
-        """The calls of its ranks, if they talk through memory."""
+        """The calls of its ranks, if they communicate through memory."""
         return self.process_group.calls if isinstance(self.process_group, MemoryProcessGroup) else None
 
     def aborts_on_mismatch(self, device: torch.device) -> bool:
-        """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
+        """Returns whether the backend, like gloo, aborts or corrupts memory on mismatched sizes."""
         return device.type in self.gloo_devices
 
     def compares_first(self, device: torch.device) -> bool:
-        """Whether the ranks compare what they do before any data are sent; over NCCL the device goes on meanwhile."""
+        """Returns whether ranks compare calls before sending; over NCCL, the device goes on."""
         return self.memory is not None or self.aborts_on_mismatch(device)
 
 
 ALONE = Group(0, 1)
-"""The group of a process that is in none. Its level is the one that the next groups begin with."""
+"""The group of a process that is in none; its level is the initial level of new groups."""
 _groups: dict[str, Group] = {}
 """Name -> group, from `init_process_group` to `destroy_process_group`."""
 
@@ -149,22 +150,22 @@ def register_groups(groups: dict[str, Group]) -> None:
 
 
 def registered_groups() -> list[Group]:
-    """All groups of this process."""
+    """Returns all groups of this process."""
     return list(_groups.values())
 
 
 def is_initialized() -> bool:
-    """Whether this process has a model-parallel group."""
+    """Returns whether this process has a model-parallel group."""
     return MODEL in _groups
 
 
 def lookup(name: str) -> Group:
-    """The group of a name.
+    """Returns the group of a name.
 
     Raises:
-        DistributedError: there is no such group in this process.
+        DistributedError: this process has no such group.
     """
-    if name not in _groups:  # asked first: every collective of a step looks its group up
+    if name not in _groups:  # checked first, because every collective of a step looks its group up
         found = simulated(name)
         if found is not None:
             return Group(found.rank, found.size, name, simulated=True)
@@ -190,9 +191,10 @@ def _named(name: str) -> Group:
 
 
 def get_group() -> dist.ProcessGroup | None:
-    """torch.distributed's process group of the model-parallel group; None if this process is a world of its own.
+    """Returns the torch.distributed group of the model-parallel group.
 
-    In a process that the mesh leaves out it is `GroupMember.NON_GROUP_MEMBER`, for None would mean the whole world.
+    None if this process is alone. In a process that the mesh leaves out, the result is
+    `GroupMember.NON_GROUP_MEMBER`, because None would mean the whole world.
 
     Raises:
         DistributedError: `init_process_group` was not called.
@@ -201,46 +203,53 @@ def get_group() -> dist.ProcessGroup | None:
 
 
 def get_rank() -> int:
-    """This process's rank in its model-parallel group; -1 in none, 0 when nothing is initialised."""
+    """Returns the rank in the model-parallel group; -1 outside of it, 0 before initialisation."""
     return _groups[MODEL].rank if is_initialized() else 0
 
 
 def get_group_size() -> int:
-    """The ranks of this process's model-parallel group; -1 in none, 1 when nothing is initialised."""
+    """Returns the size of the model-parallel group; -1 outside of it, 1 before initialisation."""
     return _groups[MODEL].size if is_initialized() else 1
 
 
 def get_world_size() -> int:
-    """The same as `get_group_size`; torch.distributed's function of this name counts all processes."""
+    """Returns `get_group_size()`; torch.distributed's `get_world_size` counts all processes."""
     return get_group_size()
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """torch.distributed's group of the processes that have this rank in their model-parallel groups; as `get_group`."""
+    """Returns the torch.distributed group of this process's data-parallel group.
+
+    Its processes have the same rank in their model-parallel groups. None if this process is alone;
+    `GroupMember.NON_GROUP_MEMBER` if the mesh leaves it out.
+
+    Raises:
+        DistributedError: `init_process_group` was not called.
+    """
     return _named(DATA).process_group
 
 
 def get_data_parallel_rank() -> int:
-    """This process's rank in its data-parallel group; -1 in none, 0 when nothing is initialised."""
+    """Returns the rank in the data-parallel group; -1 outside of it, 0 before initialisation."""
     return _groups[DATA].rank if is_initialized() else 0
 
 
 def get_data_parallel_size() -> int:
-    """The ranks of this process's data-parallel group; -1 in none, 1 when nothing is initialised."""
+    """Returns the size of the data-parallel group; -1 outside of it, 1 before initialisation."""
     return _groups[DATA].size if is_initialized() else 1
 
 
 def own_group() -> Group:
-    """The model-parallel group; `ALONE` if nothing is initialised, or this process is in none."""
+    """Returns the model-parallel group; `ALONE` before initialisation or outside of it."""
     group = _groups.get(MODEL, ALONE)
     return group if group.size > 0 else ALONE
 
 
 def peer(group: Group, rank: int, name: str) -> int:
-    """A rank within a group.
+    """Returns a rank of a group after checking it.
 
     Raises:
-        InputError: the group has no such rank.
+        InputError: the rank is out of range.
     """
     if not isinstance(rank, int) or not 0 <= rank < group.size:
         raise InputError(

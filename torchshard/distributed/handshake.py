@@ -1,7 +1,7 @@
-"""Exchanges headers, in which ranks tell each other their next call, over the group's control group.
+"""Exchanges headers, in which ranks announce their next call, over the group's control group.
 
-A header has a fixed size, so no backend can cut it, write past it, or wait for it longer than the deadline, whatever
-the ranks' calls are. What they compare in it, and when, `consistency` says.
+A header has a fixed size, so no backend can truncate it, write past it, or wait for it beyond the
+deadline, whatever the ranks' calls are. `consistency` defines the comparisons.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torchshard.distributed.memory import Call, Calls, Different, MemoryProcessG
 T = TypeVar("T")
 HEADER_BYTES = 1024
 GRACE_SECONDS = 0.5
-"""After a collective has failed, how long a rank waits for the other ranks' reports."""
+"""How long a rank waits for the other ranks' reports after a collective has failed."""
 UNUSED_TAG = 3
-"""A tag that no message has: a receive with it ends only by its time-out."""
+"""A tag that messages never use: a receive with it ends only by its time-out."""
 TIMED_OUT = "the time was up"
 
 
@@ -35,16 +35,16 @@ class Header(NamedTuple):
     """One rank's report of its next call."""
 
     digest: int
-    """A hash of everything that must be the same on all ranks."""
+    """A hash of everything that must match on all ranks."""
     value: int
     """A number that may differ."""
     call: str
     site: str
-    """The line that calls, or the node of a graph."""
+    """The calling line, or the graph node."""
 
 
 def header(call: str, site: str, value: int = 0, compared: str = "") -> Header:
-    """A rank's header, its texts cut to fit.
+    """Returns a rank's header, with its texts cut to fit.
 
     Args:
         compared: the text to hash, if it is more than `call`.
@@ -56,7 +56,7 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
     """Sends this rank's header to all ranks and receives theirs.
 
     Returns:
-        the headers that came, by rank, and for each missing rank why.
+        the received headers by rank, and the reason for each missing rank.
     """
     if isinstance(group.control, MemoryProcessGroup):
         return _exchange_in_memory(group.control.calls, mine, seconds)
@@ -69,6 +69,7 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
     sends = {r: _attempt(missing, r, dist.isend, sent, group_dst=r, group=group.control) for r in peers}
     for works in (receives, sends):
         for rank, work in works.items():
+            # a time-out of 0 would select torch.distributed's default
             _attempt(missing, rank, _wait, work, max(0.001, deadline - time.monotonic()))
     responses.update({rank: _unpacked(received[rank]) for rank in peers if rank not in missing})
     return responses, missing
@@ -88,7 +89,7 @@ def _exchange_in_memory(calls: Calls, mine: Header, seconds: float) -> tuple[dic
 
 
 def headers_of(error: Different) -> dict[int, Header]:
-    """The headers of calls that differ, which the ranks have posted."""
+    """Returns the posted headers of calls that differ."""
     headers = dict[int, Header]()
     for rank, call in error.calls.items():
         text, _, site = call.text.decode(errors="replace").partition("\n")
@@ -99,13 +100,16 @@ def headers_of(error: Different) -> dict[int, Header]:
 def exchange_with(
     group: Group, rank: int, call: str, site: str, tags: tuple[int, int]
 ) -> Callable[[float | None], None]:
-    """Sends a header to one rank; the function that it returns waits for that rank's (so many seconds; None: no limit).
+    """Sends a header to one rank.
 
     Args:
-        tags: of the header that is sent, and of the one that is received.
+        tags: of the sent header, and of the received one.
+
+    Returns:
+        a function that waits for the other rank's header for some seconds (None: no limit).
 
     Raises:
-        DistributedError: the other rank does something else, or sent nothing in time.
+        DistributedError: the other rank does something else, or timed out.
     """
     mine, received = header(call, site), _empty_header()
     missing = dict[int, str]()
@@ -132,7 +136,7 @@ def exchange_with(
 
 
 def different_error(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
-    """The error for ranks whose headers differ."""
+    """Returns the error for ranks with different headers."""
     what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
     if len({response.call for response in responses.values()}) > 1:
         advice = f"{attempt} in one order on every rank, which no set has"
@@ -149,7 +153,7 @@ def different_error(group: Group, here: str, responses: Mapping[int, Header]) ->
 
 
 def collective_failed(group: Group, call: str, error: Exception) -> DistributedError:
-    """The error for a collective that failed in torch.distributed, with the other ranks' reports."""
+    """Returns the error for a failed collective, with the other ranks' reports."""
     responses, missing = dict[int, Header](), dict[int, str]()
     if group.control is not None:
         responses, missing = exchange(group, header(f"{call} failed", ""), GRACE_SECONDS)
@@ -165,14 +169,14 @@ def collective_failed(group: Group, call: str, error: Exception) -> DistributedE
 
 
 def late_error(group: Group, rank: int, call: str, site: str) -> DistributedError:
-    """The error for a message that did not come in time."""
+    """Returns the error for a message that timed out."""
     return missing_error(group, f"{call} ({site})", {}, {rank: TIMED_OUT})
 
 
 def missing_error(
     group: Group, here: str, responses: Mapping[int, Header], missing: Mapping[int, str]
 ) -> DistributedError:
-    """The error for ranks that sent no header."""
+    """Returns the error for ranks that sent no header."""
     group.handshake.fail()
     reasons = "; ".join(dict.fromkeys(missing.values()))
     return DistributedError(
@@ -185,7 +189,7 @@ def missing_error(
 
 
 def abort_pending_receives(group: Group) -> None:
-    """Ends every wait for messages of a group; the group can send none afterwards."""
+    """Ends every wait for messages of a group, which can't send any afterwards."""
     for process_group in (group.control, group.process_group):
         if isinstance(process_group, MemoryProcessGroup):
             process_group.shutdown()
@@ -201,7 +205,7 @@ def abort_pending_receives(group: Group) -> None:
 
 
 def describe(responses: Mapping[int, Header]) -> str:
-    """'ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: ...'"""
+    """Returns 'ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: ...'."""
     ranks_of: dict[str, list[int]] = {}
     for rank, response in sorted(responses.items()):
         text = f"{response.call} ({response.site})" if response.site else response.call
@@ -215,7 +219,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _attempt(missing: dict[int, str], rank: int, step: Callable[..., T], *args: object, **kwargs: object) -> T | None:
-    """Runs a step of an exchange with a rank, unless an earlier one failed; a rank whose step fails is missing."""
+    """Runs a step of an exchange with a rank, unless one failed; a failure marks it missing."""
     if rank in missing:
         return None
     try:
@@ -242,6 +246,7 @@ def _empty_header() -> Tensor:
 
 
 def _packed(mine: Header) -> Tensor:
+    # the call comes last, because it may contain line breaks
     text = "\n".join([str(mine.digest), str(mine.value), mine.site.replace("\n", " "), mine.call]).encode()
     return torch.frombuffer(bytearray(text[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 

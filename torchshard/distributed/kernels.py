@@ -1,11 +1,13 @@
-"""Runs one rank's part of each conversion: what it sends, receives and computes.
+"""Runs one rank's part of each conversion: its sent and received data, and its computation.
 
-A kernel computes the result, or an `Exchange`: what is sent, and how the result is computed of what is received. An
-exchange runs through torch.distributed (`start`), or through the functional collectives that compilers know
-(`functional`).
-Backends send contiguous memory and pieces of equal size. So a kernel makes its tensor contiguous first, pads uneven
-slices to the largest, and cuts the received ones; every rank knows all sizes from the layout. A result never shares
-memory with the input, because autograd and the user may change either.
+A kernel returns the result, or an `Exchange`: the data to send, and a function from received data
+to the result. An exchange runs through torch.distributed (`start`), or through the functional
+collectives that compilers know (`functional`).
+
+Backends send contiguous memory in pieces of equal size. Therefore a kernel makes its tensor
+contiguous, pads uneven slices to the largest, and cuts the received ones; every rank knows all
+sizes from the layout. A result never shares memory with the input, because autograd and the user
+may change either.
 """
 
 from __future__ import annotations
@@ -40,12 +42,12 @@ from torchshard.distributed.wire import Pending, collective, note
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
-    """Runs one conversion on this rank."""
+    """Runs one conversion on this rank and waits."""
     return start(kernel, x, source, target, group, of).wait()
 
 
 def gathered(x: Tensor, shard: Shard, shape: Sequence[int], group: Group) -> Tensor:
-    """The whole tensor of global `shape`, from all ranks' slices."""
+    """Gathers the full tensor of global `shape` from all ranks' slices."""
     return convert("all_gather", x, Shard(shard.dim, parts_of(shape[shard.dim], shard)), I, group)
 
 
@@ -53,7 +55,7 @@ def refuse_simulated(group: Group) -> None:
     """Checks that a group has processes.
 
     Raises:
-        DistributedError: it is a simulated one.
+        DistributedError: the group is simulated.
     """
     if group.simulated:
         raise DistributedError(
@@ -69,11 +71,11 @@ def start(
     """Starts one conversion on this rank.
 
     Args:
-        of: if this is the gradient of a conversion, where that was called.
+        of: the call site of the forward conversion, if this is a gradient.
         eager: whether this is the gradient of an eager call.
 
     Raises:
-        DistributedError: the group is a simulated one, or the ranks' calls differ.
+        DistributedError: the group is simulated, or the ranks' calls differ.
     """
     refuse_simulated(group)
     source, target = with_parts(source, target, x.shape, group.size)
@@ -89,18 +91,18 @@ def start(
 
 
 def own_part(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
-    """A rank's part of a conversion: the result, or what it sends and how it makes the result of what it receives."""
+    """Runs a conversion's kernel: returns the result, or an exchange that computes it."""
     source, target = with_parts(source, target, x.shape, group.size)
     return _KERNELS[kernel](x, source, target, group)
 
 
 def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
-    """Starts one conversion on this rank by PyTorch's functional collectives; the ranks verify nothing.
+    """Starts one conversion through PyTorch's functional collectives, without verification.
 
     Returns:
-        the tensor to give to `wait_tensor`, and the function that computes the result of what that returns.
+        the tensor for `wait_tensor`, and the function from its result to the conversion's result.
     """
-    in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional one copies what it is given
+    in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional collective copies its input
     made = own_part(in_place, x, source, target, group)
     if isinstance(made, Tensor):
         return made, lambda received: received
@@ -115,7 +117,7 @@ def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Gr
 
 
 def functional_max(x: Tensor, group: Group) -> Tensor:
-    """Starts the elementwise maximum over the ranks, as `functional` does."""
+    """Starts the elementwise maximum over the ranks through PyTorch's functional collectives."""
     if group.size == 1:
         return copied(x)
     result: Tensor = torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
@@ -127,12 +129,12 @@ def _group_name(group: Group) -> str:
 
 
 def _of_dtype(received: Tensor, dtype: torch.dtype) -> Tensor:
-    """What was received, as the dtype for which `as_sent` took another."""
+    """Returns received data in its own dtype instead of the one of `as_sent`."""
     return received if received.dtype is dtype else received.view(dtype)
 
 
 def _signature(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layout, target: Layout) -> str:
-    """A conversion with its global shape, which is the same on all ranks; local shapes may differ."""
+    """Returns a conversion's text with the global shape, which is equal on all ranks."""
     what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
     return f"{what}, {source} -> {target}, of {type_text(dtype, whole_shape(shape, source))}"
 
@@ -143,27 +145,27 @@ def _announced(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layou
 
 
 def copied(x: Tensor) -> Tensor:
-    """A contiguous copy."""
+    """Returns a contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 Result = Callable[[Tensor], Tensor]
-"""Computes the result of a collective of what was received."""
+"""Computes a conversion's result from received data."""
 
 
 class Exchange(NamedTuple):
     """A collective of torch.distributed that a kernel needs."""
 
     collective: str
-    """The name of torch.distributed's function."""
+    """The name of the torch.distributed function."""
     sent: Tensor
-    """What this rank sends; an all-reduce puts what it receives in its place."""
+    """The tensor to send; an all-reduce overwrites it with the received one."""
     result: Result
     lengths: tuple[list[int], list[int]] | None = None
-    """Of an all-to-all: how many elements are received from each rank, and sent to each."""
+    """For an all-to-all: the numbers of elements received from each rank, and sent to each."""
 
     def received(self, ranks: int) -> Tensor:
-        """The memory for what is received."""
+        """Returns the memory for received data."""
         if self.collective == "all_reduce":
             return self.sent
         first, *rest = self.sent.shape
@@ -178,7 +180,7 @@ _FUNCTIONAL = {
     "reduce_scatter_single": "reduce_scatter_tensor",
     "all_to_all_single": "all_to_all_single",
 }
-"""The name of a function of torch.distributed -> that of its functional operator."""
+"""A torch.distributed function -> its functional operator."""
 
 
 def begun(exchange: Exchange, group: Group) -> Pending:
@@ -212,7 +214,7 @@ def reducing(x: Tensor, op: ReduceKind, group: Group) -> Pending:
     if group.size == 1 or not x.numel():
         return Pending(lambda: x)
     if x.dtype is torch.uint64 and op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        # signed integers have the order of unsigned ones if the sign bit is flipped before and after
+        # signed integers order like unsigned ones if the sign bit is flipped before and after
         ordered = x.view(torch.int64) ^ _SIGN_BIT
         return Pending.of(lambda: x.copy_((ordered ^ _SIGN_BIT).view(x.dtype)), group, dist.all_reduce, ordered, op=op)
     if x.dtype in _SUMMED_AS:
@@ -227,23 +229,23 @@ _SUMMED_AS = {
     torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32, torch.float8_e5m2fnuz: torch.float32,
 }  # fmt: skip
-"""Dtype that backends can't reduce -> the dtype in which its sums are computed."""
+"""Dtype that backends can't reduce -> the dtype in which it is summed."""
 _SENT_AS = {
     torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64,
     **dict.fromkeys(
         (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.uint8
     ),
 }  # fmt: skip
-"""Dtype that backends can't send -> a dtype of equal size for the same bits; nothing is computed in it."""
+"""Dtype that backends can't send -> a dtype of equal size for the same bits, without arithmetic."""
 
 
 def summable(x: Tensor) -> Tensor:
-    """A tensor in a dtype that backends reduce."""
+    """Converts a tensor to a dtype that backends reduce."""
     return x.to(_SUMMED_AS.get(x.dtype, x.dtype))
 
 
 def as_sent(x: Tensor) -> Tensor:
-    """The same memory, as a dtype that backends send."""
+    """Views a tensor as a dtype that backends send."""
     return x.view(_SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
 
 
@@ -251,8 +253,8 @@ def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: str = "") -> Tens
     """All-reduces a copy.
 
     Args:
-        eager: what is reduced, if a call of the user's makes this collective and has not been verified itself. The
-            ranks compare it now or, where they do not verify each call, when they verify anything the next time.
+        eager: a description for a collective of an unverified user call. The ranks compare it now
+            or, if they don't verify each call, at their next verification.
     """
 
     def describe() -> str:
@@ -280,18 +282,18 @@ def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
 
 
 class Slices(NamedTuple):
-    """How many elements of a dim each rank holds."""
+    """The number of elements of a dim on each rank."""
 
     widths: tuple[int, ...]
     width: int
     """The largest of them."""
     even: bool
-    """Whether all are equal, and concatenated are the whole."""
+    """Whether all are equal and concatenate to the full tensor."""
 
 
 def _slices(shard: Shard, world: int) -> Slices:
     ((count, _), *_) = shard.parts or ((0, 1),)
-    if isinstance(count, torch.SymInt):  # which has no hash; a dynamic size is in equal slices
+    if isinstance(count, torch.SymInt):  # a SymInt has no hash; a dynamic size is in equal slices
         return Slices((count // world,) * world, count // world, even=True)
     return _static_slices(shard, world)
 
@@ -303,12 +305,12 @@ def _static_slices(shard: Shard, world: int) -> Slices:
 
 
 def dense(x: Tensor) -> Tensor:
-    """A contiguous tensor without lazy sign or conjugation, because a backend reads the memory as it is."""
+    """Returns a contiguous tensor without lazy sign or conjugation: backends read raw memory."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
 def _padded(x: Tensor, dim: int, width: int) -> Tensor:
-    """A tensor with zeros appended along `dim` up to `width`."""
+    """Returns a tensor with zeros appended along `dim` up to `width`."""
     missing = width - x.shape[dim]
     return torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x
 
@@ -316,7 +318,7 @@ def _padded(x: Tensor, dim: int, width: int) -> Tensor:
 def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
     """Gathers the slices one after the other, and joins them along `dim` afterwards.
 
-    A gather along dim 0 would have to transpose each slice before and the whole value after; joining copies rows.
+    A gather along dim 0 would transpose each slice before and the result after; a join copies rows.
     """
     assert isinstance(source, Shard)
     if group.size == 1:
@@ -372,14 +374,14 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Tens
         return join([piece.view(shape) for piece, shape in pieces], source).contiguous()
 
     flat = torch.cat([piece.flatten() for piece in sent])
-    sent_lengths = [math.prod(piece.shape) for piece in sent]  # torch.compile does not take numel() of a dynamic size
+    sent_lengths = [math.prod(piece.shape) for piece in sent]  # torch.compile does not accept numel() of a dynamic size
     return Exchange("all_to_all_single", flat, joined, (lengths, sent_lengths))
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
-    """This rank's slice of rank `src`'s tensor along `dim`, which has `size` elements in all.
+    """Returns this rank's slice of rank `src`'s tensor along `dim`, which has global size `size`.
 
-    The tensors of the other ranks give shape and dtype only.
+    On other ranks, `x` determines only shape and dtype.
     """
     if x.is_complex():
         return torch.view_as_complex(scatter_pieces(torch.view_as_real(dense(x)), src, dim, size, group))
@@ -397,7 +399,7 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
 
 
 def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
-    """All ranks' slices along `dim` joined on rank `dst`; an empty tensor on the others."""
+    """Returns all ranks' slices joined along `dim` on rank `dst`, an empty tensor elsewhere."""
     if x.is_complex():
         return torch.view_as_complex(gather_pieces(torch.view_as_real(dense(x)), dst, dim, size, group))
     if group.size == 1:

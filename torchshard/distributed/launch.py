@@ -7,10 +7,10 @@
     if __name__ == "__main__":
         losses = launch(main, 2, (100,))     # what main returned on rank 0 and on rank 1
 
-Each rank is a new process with the environment that `torchrun` would set, and with one thread. Processes are spawned,
-not forked, because a fork copies the locks of PyTorch's threads; so each imports the script again. Results and
-exceptions come back through files, as plain pickles. A rank ends right after it has returned: its `atexit` functions do
-not run.
+Each rank is a new process with the environment that `torchrun` would set, and one thread. Processes
+are spawned, not forked, because a fork copies the locks of PyTorch's threads; so each imports the
+script again. Results and exceptions return through files, as plain pickles. A rank ends right after
+the function returns: its `atexit` functions do not run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from torchshard.core.errors import DistributedError, in_short
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
-"""After a rank has failed, the others have this long to end by themselves; then they get SIGTERM, then SIGKILL."""
+"""How long the other ranks may take to end after one fails, before SIGTERM, and before SIGKILL."""
 
 
 class _Failure(NamedTuple):
-    """The failure of a rank, as its file holds it."""
+    """The contents of a failed rank's file."""
 
     seconds: float
-    """When the rank failed, on the clock that all processes of a machine share."""
+    """When the rank failed, on the machine's shared clock."""
     follows: bool
-    """Whether it may follow from another rank's failure: a broken connection, or a call that others did not make."""
+    """Whether another rank's failure may be the cause: a broken connection, or a missing call."""
     text: str
     """The rank, and the traceback."""
     exception: bytes | None
@@ -56,16 +56,17 @@ _LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RAN
 
 
 def hide_launcher() -> None:
-    """Takes away what the launcher has set, so that other libraries' loops take this process for a job of its own.
+    """Removes the launcher's variables, so other libraries run each rank as a single-process job.
 
-    accelerate, Hugging Face's `Trainer` and Lightning start DistributedDataParallel where they see several processes,
-    and would average the gradients of slices of different weights. As a job of one process on each rank, over the same
-    batches, they train a sharded model as they train any other.
+    accelerate, Hugging Face's `Trainer` and Lightning start DistributedDataParallel if they detect
+    several processes, and would average the gradients of slices of different weights. As
+    single-process jobs over the same batches, they train a sharded model like any other.
 
-    Call it behind `init_process_group`, which reads these variables, and before their objects are made.
+    Call it after `init_process_group`, which reads these variables, and before creating the
+    libraries' objects.
 
     Raises:
-        DistributedError: there are no ranks yet.
+        DistributedError: torch.distributed is not initialised.
     """
     if not dist.is_initialized():
         raise DistributedError(
@@ -79,20 +80,21 @@ def hide_launcher() -> None:
 
 
 def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> list[T]:
-    """Runs `fn(*args)` in `nprocs` processes of this machine, under the environment of ranks 0 to nprocs - 1.
+    """Runs `fn(*args)` on this machine as ranks 0 to nprocs - 1, each in its own process.
 
     Args:
-        fn: a function of a module, or of a script that calls `launch` below `if __name__ == "__main__":`.
+        fn: a function of a module, or of a script that calls `launch` below
+            `if __name__ == "__main__":`.
         nprocs: the number of ranks.
         args: the arguments of `fn`, the same on every rank.
 
     Returns:
-        the results of all ranks, in their order.
+        the results by rank.
 
     Raises:
-        DistributedError: a rank died without an exception, nprocs is not a positive integer, or `fn` or its arguments
-            can't be pickled.
-        Exception: the exception of the rank that failed first, with its rank and traceback as a note.
+        DistributedError: a rank died without an exception, nprocs is not a positive integer, or
+            `fn` or its arguments can't be pickled.
+        Exception: the exception of the rank that failed first; a note has the rank and traceback.
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise DistributedError(f"{nprocs!r} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
@@ -140,10 +142,11 @@ def _free_port() -> int:
 def _rank_main(
     rank: int, world: int, port: int, folder: str, fn: Callable[..., object], args: tuple[object, ...]
 ) -> None:
-    """The process of one rank."""
+    """Runs one rank's process."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    # torch is imported already, and no longer reads OMP_NUM_THREADS
     torch.set_num_threads(1)
     try:
         result = _pickled(fn(*args), rank)
@@ -167,7 +170,7 @@ def _pickled(result: object, rank: int) -> bytes:
 
 
 def _end() -> None:
-    """Ends the process without C++ destructors: they would abort it if one of gloo's threads still runs."""
+    """Ends the process without C++ destructors, which abort it if a gloo thread still runs."""
     multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # or locks, as tqdm has one, would be left
     sys.stdout.flush()
     sys.stderr.flush()
@@ -183,7 +186,7 @@ def _write_failure(path: Path, rank: int, error: Exception) -> None:
 
 
 class _Bare:
-    """Pickles an exception by its class and text alone, for classes whose `__init__` pickle can't call again."""
+    """Pickles an exception by class and text, if pickle can't call its `__init__` again."""
 
     def __init__(self, error: Exception) -> None:
         self._type, self._text = type(error), str(error)
@@ -199,7 +202,7 @@ def _bare(error_type: type[Exception], text: str) -> Exception:
 
 
 def _loadable_pickle(error: object) -> bytes | None:
-    """A pickle that loads as an exception again; None if there is none."""
+    """Returns a pickle that loads as an exception again; None if that fails."""
     try:
         data = pickle.dumps(error)
         return data if isinstance(pickle.loads(data), Exception) else None
@@ -208,7 +211,7 @@ def _loadable_pickle(error: object) -> bytes | None:
 
 
 def _raise_first(folder: Path, error: ProcessException) -> NoReturn:
-    """Raises the exception of the rank that failed first. Broken connections of other ranks only follow from it."""
+    """Raises the first rank's exception, preferring those that can't follow from another rank's."""
     loaded = (_Failure(*pickle.loads(path.read_bytes())) for path in folder.glob("*.failure"))
     failures = sorted(loaded, key=lambda failure: failure.seconds)
     causes = [failure for failure in failures if not failure.follows]

@@ -1,9 +1,9 @@
-"""Point-to-point messages: sender and receiver verify that they mean the same message.
+"""Point-to-point messages; sender and receiver verify that they mean the same message.
 
-The sender sends a header of its message, the receiver one of the message that it expects, both at once and without
-waiting. The sender compares the headers when it waits, the receiver in a thread. So a message that does not fit is
-never received (a backend would write it into memory of another size), and any order of calls that works without
-verification works with it.
+The sender sends its message's header, the receiver the expected header, both at once and without
+waiting. The sender compares the headers when it waits, the receiver in a thread. A mismatched
+message is thus never received (a backend would write it into memory of another size), and any order
+of calls that works without verification also works with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 SENDER, RECEIVER = 1, 2
 """The tags of the senders' and the receivers' headers."""
 FIRST_TAG, TAGS = 16, 2**30
-"""The tags of the messages themselves, above those of their headers."""
+"""The tags of the messages themselves, above the headers' tags."""
 
 
 class WaiterThread(Generic[T]):
@@ -48,12 +48,12 @@ class WaiterThread(Generic[T]):
             self._failure.append(error)
 
     def is_done(self, seconds: float | None = 0.0) -> bool:
-        """Whether the function has returned or raised, after so many seconds at most (None: no limit)."""
+        """Waits up to `seconds` (None: no limit), and returns whether the function has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def get(self) -> T:
-        """Waits, and returns or raises what the function did."""
+        """Waits for the function; returns its result or raises its exception."""
         self.is_done(None)
         if self._failure:
             raise self._failure[0]
@@ -64,16 +64,16 @@ class Transfer:
     """A message under way."""
 
     def __init__(self, group: Group, wait: Callable[[], None], work: dist.Work | None = None) -> None:
-        """Names the group, and the function that waits.
+        """Stores the group, and the function that waits.
 
         Args:
-            work: what a backend other than gloo is asked whether it is complete.
+            work: reports completion, if the backend is not gloo.
         """
         self._group, self._wait, self._work = group, wait, work
         self._waiter: WaiterThread[None] | None = None
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         if self._work is not None:
             return bool(self._work.is_completed())
         # gloo reports completion only to a blocking wait, so a thread waits
@@ -81,7 +81,7 @@ class Transfer:
         return self._waiter.is_done()
 
     def wait(self) -> None:
-        """Waits until the message has been sent, or received.
+        """Waits until the message has been sent or received.
 
         Raises:
             DistributedError: the other rank does something else, or nothing.
@@ -102,7 +102,7 @@ def start_send(tensor: Tensor, dst: int, group: Group) -> Transfer:
 
 
 def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
-    """Starts to receive into a contiguous tensor, after the receives from the same rank that were started before."""
+    """Starts to receive into a contiguous tensor, after earlier receives from the same rank."""
 
     def post() -> dist.Work | None:
         tag = _tag(tensor, group)
@@ -115,7 +115,7 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
     signature, site = _signature(tensor, src, group.rank), verified_site(group)
     verify = exchange_with(group, src, signature, site, (RECEIVER, SENDER)) if is_verified else None
     if not group.aborts_on_mismatch(tensor.device):
-        # it keeps the order of the receives itself, and would run one of another thread on that thread's stream
+        # the backend orders receives itself, and would run another thread's on that thread's stream
         return _posted("receive", tensor, group, post(), verify)
 
     def verify_and_post() -> dist.Work | None:
@@ -142,7 +142,7 @@ def _posted(
     work: dist.Work | None,
     verify: Callable[[float | None], None] | None = None,
 ) -> Transfer:
-    """A message that the backend has.
+    """Returns the transfer of a message that was passed to the backend.
 
     Args:
         verify: waits for the other rank's header.
@@ -166,7 +166,7 @@ def _signature(tensor: Tensor, src: int, dst: int) -> str:
 
 
 def _tag(tensor: Tensor, group: Group) -> int:
-    """A number for a message's dtype and shape: the backend receives no message with another tag."""
+    """Returns a tag for a dtype and shape: the backend receives only messages with equal tags."""
     if not group.aborts_on_mismatch(tensor.device):
         return 0
     return FIRST_TAG + hash_text(type_text(tensor.dtype, tensor.shape)) % TAGS

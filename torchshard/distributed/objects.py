@@ -1,8 +1,8 @@
-"""Sends any data between the ranks of the model-parallel group. Outside any group, the group is this process.
+"""Sends any data between the ranks of the model-parallel group (outside any, this process only).
 
-Tensors, arrays, numbers, strings, bytes and the plain containers of them travel as JSON and raw memory. Other objects
-are pickled. Unpickling runs code that the sender chose, so let only ranks that you trust into the group, or pass
-`allow_pickle=False`, which refuses such objects in the sender and in the receiver.
+Tensors, arrays, numbers, strings, bytes and plain containers of them are sent as JSON and raw
+memory. Other objects are pickled. Unpickling can run any code of the sender, so use a group of
+trusted ranks, or pass `allow_pickle=False`, which makes sender and receiver refuse such objects.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LENGTH = struct.Struct("<q")
 _TABLES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
-"""Tables that travel without pickle, by name."""
+"""The dict types that are sent without pickle, by name."""
 
 
 def all_gather_object(data: T, *, allow_pickle: bool = True) -> list[T]:
-    """All ranks' data, in the order of the ranks, on every rank.
+    """Returns all ranks' data, by rank, on every rank.
 
     Raises:
         InputError: `allow_pickle` is False, and the data contains an object that needs pickle.
@@ -48,7 +48,7 @@ def all_gather_object(data: T, *, allow_pickle: bool = True) -> list[T]:
 
 
 def gather_object(data: T, dst: int = 0, *, allow_pickle: bool = True) -> list[T] | None:
-    """All ranks' data on rank `dst`, None on the others."""
+    """Returns all ranks' data on rank `dst`, None on the others."""
     group = own_group()
     if group.size == 1 and peer(group, dst, "dst") == 0:
         return [data]
@@ -64,7 +64,7 @@ def gather_object(data: T, dst: int = 0, *, allow_pickle: bool = True) -> list[T
 
 
 def broadcast_object(data: object = None, src: int = 0, *, allow_pickle: bool = True) -> Any:
-    """Rank `src`'s data on every rank; the other ranks' data is ignored."""
+    """Returns rank `src`'s data on every rank; the other ranks' data is ignored."""
     group = own_group()
     if group.size == 1 and peer(group, src, "src") == 0:
         return data
@@ -77,10 +77,10 @@ def broadcast_object(data: object = None, src: int = 0, *, allow_pickle: bool = 
 
 
 def all_gather_uneven(x: Tensor) -> list[Tensor]:
-    """All ranks' tensors, of any shapes, in the order of the ranks.
+    """Returns all ranks' tensors, of any shapes, by rank.
 
     Raises:
-        InputError: the ranks' dtypes differ, or the tensor requires a gradient: use `gather`, which has one.
+        InputError: the ranks' dtypes differ, or the tensor requires a gradient (use `gather`).
     """
     group = own_group()
     check_tensor(group, "all_gather_uneven", x)
@@ -96,7 +96,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
             why="; ".join(f"rank {rank}: {dtype}" for rank, (_, dtype) in enumerate(facts)),
             attempt="x.to() one dtype",
         )
-    # backends gather pieces of one size, so each is padded to the largest
+    # backends gather pieces of equal size, so each is padded to the largest
     shapes = [torch.Size(shape) for shape, _ in facts]
     sent = x.new_zeros(max(shape.numel() for shape in shapes))
     sent[: x.numel()] = x.flatten()
@@ -107,7 +107,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
 
 
 def _describe(x: Tensor) -> bytes:
-    """A tensor's shape and dtype; raises InputError if it requires a gradient."""
+    """Returns a tensor's shape and dtype; raises InputError if it requires a gradient."""
     if needs_gradient(x):
         raise InputError(
             "all_gather_uneven has no gradient",
@@ -122,7 +122,7 @@ def _describe(x: Tensor) -> bytes:
 
 
 def encode(data: object, *, allow_pickle: bool) -> bytes:
-    """Data as bytes: a JSON text, then the memory of tensors and arrays, each with its length before it.
+    """Encodes data: a JSON text, then the memory of tensors and arrays, each after its length.
 
     Raises:
         InputError: `allow_pickle` is False, and the data contains an object that needs pickle.
@@ -133,13 +133,13 @@ def encode(data: object, *, allow_pickle: bool) -> bytes:
 
 
 def _to_json(data: object, buffers: list[bytes], allow_pickle: bool) -> list[object]:
-    """Data as [kind, ...] in JSON; appends the memory that it refers to by index to `buffers`."""
+    """Returns data as JSON [kind, ...]; appends its raw memory to `buffers`, which JSON indexes."""
 
     def buffer(memory: bytes) -> int:
         buffers.append(memory)
         return len(buffers) - 1
 
-    # by exact type: a subclass may hold more than its base, so it goes through pickle
+    # by exact type: a subclass may have more state than its base, so it goes through pickle
     if data is None or type(data) in (bool, int, float, str):
         return ["plain", data]
     if type(data) is bytes:
@@ -162,7 +162,7 @@ def _to_json(data: object, buffers: list[bytes], allow_pickle: bool) -> list[obj
 
 
 def _is_plain_array(data: object) -> TypeGuard[np.ndarray[Any, np.dtype[Any]]]:
-    """A numpy array or number, no subclass of it, whose dtype is neither structured nor of objects."""
+    """Returns whether it is a numpy array or number: no subclass, structured or object dtype."""
     # by name, because numpy may not be installed
     if type(data).__module__ != "numpy" or type(data).__name__ in ("matrix", "recarray"):
         return False
@@ -171,11 +171,11 @@ def _is_plain_array(data: object) -> TypeGuard[np.ndarray[Any, np.dtype[Any]]]:
 
 
 def decode(encoded: bytes, *, allow_pickle: bool) -> Any:
-    """The data in the bytes of `encode`; tensors come on the CPU.
+    """Decodes the bytes of `encode`; tensors are on the CPU.
 
     Raises:
-        InputError: `allow_pickle` is False, and something in it was pickled.
-        ValueError: these are no bytes of `encode`.
+        InputError: `allow_pickle` is False, and the data contains a pickle.
+        ValueError: the bytes are not from `encode`.
     """
     parts, at = [], 0
     while at < len(encoded):
@@ -188,7 +188,7 @@ def decode(encoded: bytes, *, allow_pickle: bool) -> Any:
 
 
 def _from_json(described: Sequence[Any], buffers: Sequence[bytes], allow_pickle: bool) -> Any:
-    """The data that `_to_json` described."""
+    """Returns the data of a `_to_json` description."""
     kind, *rest = described
     if kind == "plain":
         return rest[0]

@@ -1,8 +1,8 @@
-"""Defines the conversions as PyTorch operators, `torch.ops.torchshard.*`: the collective nodes of a graph.
+"""Defines the conversions as PyTorch operators, `torch.ops.torchshard.*`, for nodes of graphs.
 
-All are generated from the rows of `conversions.TABLE`: the kernel runs the row, the fake kernel computes shapes from
-the layouts, and the backward is the row's dual. An operator takes the name of a group, because a graph that holds a
-process group could not be printed, saved or exported.
+Each row of `conversions.TABLE` generates one operator: the kernel runs the row, the fake kernel
+computes shapes from the layouts, and the backward is the row's dual. An operator takes the name of
+a group, because a graph with a process group could not be printed, saved or exported.
 
     copy(x, group)      gather(x, dim, parts, group)      all_to_all(x, dim, parts, to_dim, to_parts, group)
 """
@@ -29,14 +29,14 @@ from torchshard.distributed.wire import Handle, Pending
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OpArgs = tuple[int | str | tuple[int, ...], ...]
-"""An operator's arguments after the tensor: dims, parts, and last the name of the group."""
+"""An operator's arguments after the tensor: dims, parts, and finally the group's name."""
 Op = OpOverload[..., Tensor]
 OPS: dict[object, Conversion] = {}
 """Operator -> its row of the table."""
 _OPERATORS: dict[object, Op] = {}
 """A function that runs a collective without its operator -> the operator."""
 PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
-"""Classes of tensors that no tracer wraps; `weights.parameter` adds that of sharded parameters."""
+"""Tensor classes that no tracer wraps; `weights.parameter` adds the class of sharded parameters."""
 
 
 _source_and_target = functools.lru_cache(maxsize=4096)(source_and_target)
@@ -50,24 +50,24 @@ def _run(row: Conversion, x: Tensor, args: OpArgs, of: str = "", *, eager: bool 
     """Runs a conversion on this rank.
 
     Args:
-        of, eager: as in `kernels.start`.
+        of, eager: see `kernels.start`.
     """
     source, target = _source_and_target(row.name, args)
     return start(row.kernel, x, source, target, _group(args), of, eager=eager).wait()
 
 
 def hashable(args: Sequence[int | str | Sequence[int]]) -> OpArgs:
-    """An operator's arguments after the tensor, with tuples for lists."""
+    """Returns an operator's arguments after the tensor, with tuples instead of lists."""
     return tuple(tuple(a) if isinstance(a, (list, tuple)) else cast(int | str, a) for a in args)
 
 
 class _Origin(NamedTuple):
-    """Where a conversion was called, for the errors of its backward."""
+    """The origin of a conversion, for the errors of its backward."""
 
     site: str
-    """The line of the call, if backward verifies that; else ''."""
+    """The line of the call, if backward verifies it; else ''."""
     model_call: str
-    """The call of a sharded model that the conversion is a node of; '': it was an eager call."""
+    """The sharded model's call that runs this conversion's node; '' for an eager call."""
 
 
 def _origin(args: OpArgs) -> _Origin:
@@ -75,11 +75,11 @@ def _origin(args: OpArgs) -> _Origin:
 
 
 def _gradient(row: Conversion, grad: Tensor, args: OpArgs, origin: _Origin) -> Tensor:
-    """The gradient of a conversion: the dual conversion of the output's gradient."""
+    """Returns the gradient of a conversion: the dual conversion of the output's gradient."""
     dual = TABLE[row.dual]
     args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in PLAIN:
-        # backward is differentiated or traced itself, so it must record an operator
+        # backward is itself differentiated or traced, so it must record an operator
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
     if dual.kernel == "none" and not origin.site:
         return grad
@@ -108,9 +108,10 @@ class _Direct(torch.autograd.Function):
 
 @functools.lru_cache(maxsize=len(TABLE))
 def direct(op: Op) -> Callable[..., Tensor]:
-    """A function that computes the same as a collective operator, without PyTorch's dispatcher if nothing traces it.
+    """Returns a function equal to a collective operator that skips the dispatcher if untraced.
 
-    A Python operator costs as much as the sending of a small message: its calls go through Python four times.
+    A Python operator costs as much as sending a small message: each call goes through Python four
+    times.
     """
     row = OPS[op]
 
@@ -127,7 +128,7 @@ def direct(op: Op) -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=len(TABLE))
 def computing(op: Op) -> Callable[..., Tensor]:
-    """As `direct`, without gradients."""
+    """Returns a function that computes a collective operator without dispatcher and gradients."""
     row = OPS[op]
 
     def call(x: Tensor, *args: int | str | Sequence[int]) -> Tensor:
@@ -138,7 +139,7 @@ def computing(op: Op) -> Callable[..., Tensor]:
 
 
 def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
-    """Starts a collective; waiting for it returns the result of the operator."""
+    """Starts a collective; the handle's wait returns the operator's result."""
     row, grad_enabled = OPS[op], torch.is_grad_enabled()
     x = x.clone()  # the caller may change its tensor while the collective runs
     pending = start(row.kernel, x.detach(), *_source_and_target(row.name, args), _group(args))
@@ -152,11 +153,11 @@ def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
 
 @dataclass(frozen=True)
 class Begin:
-    """The target of a node that begins a collective, without gradients; `wait` gives its result."""
+    """The target of a node that begins a collective without gradients; a `wait` node ends it."""
 
     op: OpOverload[..., object]
     in_place: bool
-    """Whether the result takes the memory of the operand, as that of an all-reduce can."""
+    """Whether the result reuses the operand's memory, as an all-reduce can."""
     __module__: str = __name__
 
     @property
@@ -174,23 +175,23 @@ class Begin:
         return f"{kernel}_" if self.in_place else kernel
 
     def part(self, x: Tensor, group: Group, args: OpArgs) -> Tensor | Exchange:
-        """The rank's part of the collective, which is not sent."""
+        """Returns the rank's part of the collective without sending it."""
         return own_part(self._kernel, x, *_source_and_target(OPS[self.op].name, args), group)
 
 
 def wait(pending: Pending) -> Tensor:
-    """The result of a collective that was begun."""
+    """Returns the result of a collective that was begun."""
     return pending.wait()
 
 
 def unwrapped(target: object) -> object:
-    """The collective that a node's target runs: an operator, `Begin` or `wait`; other targets as they are."""
+    """Returns the collective that a target runs (operator, `Begin` or `wait`), or the target."""
     target = getattr(target, "__wrapped__", target)
     return _OPERATORS.get(target, target)
 
 
 def communicates(target: object) -> bool:
-    """Whether a node's target is a collective that sends something."""
+    """Returns whether a node's target is a collective that sends data."""
     return target in OPS and OPS[target].kernel in SENDING
 
 
@@ -230,7 +231,7 @@ for _row in TABLE.values():
 
 @torch.library.custom_op("torchshard::all_reduce_max", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
 def all_reduce_max(x: Tensor, group: str) -> Tensor:
-    """The elementwise largest over the ranks, on every rank; it has no gradient."""
+    """Returns the elementwise maximum over the ranks, on every rank; it has no gradient."""
     return reduced(x, dist.ReduceOp.MAX, lookup(group))
 
 
@@ -240,14 +241,17 @@ def _(x: Tensor, group: str) -> Tensor:
 
 
 COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default, DISPATCH, COMBINE])
-"""All operators that convert between layouts; some send nothing, but their backward does."""
+"""The operators of the table, `all_reduce_max`, `dispatch` and `combine`.
+
+Some operators of the table send nothing, but their backward does.
+"""
 
 
 def is_collective(target: object) -> bool:
-    """Whether a node's target is one of this module's operators."""
+    """Returns whether a node's target is one of `COLLECTIVES`."""
     return target in COLLECTIVES
 
 
 def is_or_begins_collective(target: object) -> bool:
-    """Whether a node's target is one of this module's operators, or begins one."""
+    """Returns whether a node's target is one of `COLLECTIVES`, or begins one."""
     return is_collective(target) or isinstance(target, Begin)

@@ -1,9 +1,9 @@
-"""`torch.distributed`'s primitives on this process's model-parallel group; `src` and `dst` are ranks in the group.
+"""`torch.distributed`'s primitives on the model-parallel group; `src` and `dst` are ranks in it.
 
-Unlike those of `torch.distributed` they have gradients: the gradient of each is the primitive in the other direction. A
-rank that takes part in a forward must take part in the backward too. Inputs may be non-contiguous. If a tensor requires
-no gradient, or under `torch.no_grad`, a call fills the same tensors as `torch.distributed` does, and returns them.
-Outside any group, a call does what a group of one would.
+Unlike in `torch.distributed`, each has a gradient: the primitive in the other direction. A rank in a
+forward must also take part in the backward. Inputs may be non-contiguous. If a tensor requires no
+gradient, or under `torch.no_grad`, a call fills the same tensors as `torch.distributed` does, and
+returns them. Outside any group, a call behaves as in a group of one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torchshard.distributed.wire import Handle, Pending, collective
 
 
 class _Paired(torch.autograd.Function):
-    """A primitive `there`, whose gradient is the primitive `back`; both are functions of a tensor."""
+    """A primitive `there` with `back` as its gradient; both are functions of a tensor."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _Paired(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         what = f"the gradient of {ctx.what}"
         verify_following_call(ctx.group, lambda: what, ctx.site, eager=grad.device)
-        # `apply` once more, so that the gradient has a gradient too
+        # `apply` again, so that the gradient has a gradient too
         return _Paired.apply(grad, what, ctx.back, ctx.there, ctx.group), None, None, None, None
 
 
@@ -78,15 +78,16 @@ def _paired(
 
 
 def broadcast(x: Tensor, src: int = 0) -> Tensor:
-    """Rank `src`'s tensor on every rank; the gradients of all ranks are summed on `src`, the others' inputs get zeros.
+    """Returns rank `src`'s tensor on every rank.
 
-    If `x` requires no gradient, it fills `x` and returns `x` itself, as `torch.distributed.broadcast` does.
+    All ranks' gradients are summed on `src`; the other ranks' inputs get zeros. If `x` requires no
+    gradient, fills `x` and returns it, like `torch.distributed.broadcast`.
 
     Args:
         x: of the same shape and dtype on every rank.
 
     Raises:
-        InputError: `x` would be filled, but several of its elements share memory (an `expand`).
+        InputError: `x` would be filled, but its elements share memory (`expand`).
     """
     group = own_group()
     verify_tensor_call(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
@@ -97,10 +98,10 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
 
 
 def reduce_to(x: Tensor, dst: int = 0, op: ReduceKind = ReduceOp.SUM) -> Tensor:
-    """The sum (or another `op`) over the ranks on rank `dst`, zeros on the others; a sum's gradient is `dst`'s, on all.
+    """Returns the sum (or another `op`) over the ranks on rank `dst`, zeros on the others.
 
-    If `x` requires no gradient, it fills `dst`'s tensor and returns it, as `torch.distributed.reduce` does; the others'
-    stay as they are.
+    The gradient of a sum is `dst`'s gradient, on all ranks. If `x` requires no gradient, fills
+    `dst`'s tensor and returns it, like `torch.distributed.reduce`; the others' are unchanged.
 
     Raises:
         InputError: `x` requires a gradient, and `op` has none.
@@ -137,7 +138,7 @@ def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
     total = summable(copied(x))
     if group.size > 1:
         collective(group, dist.reduce, total, group_dst=dst)
-    # backends leave partial sums on the other ranks; zeros keep those from being used
+    # backends leave partial sums on the other ranks; zeros prevent their use
     return total.to(x.dtype) if group.rank == dst else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
@@ -146,16 +147,18 @@ def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: Literal[Fa
 @overload
 def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: Literal[True]) -> Handle: ...
 def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: bool = False) -> Tensor | Handle:
-    """The sum over the ranks, or `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`, on every rank.
+    """Returns the sum, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR` or `BXOR` over the ranks.
 
-    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none. If
-    `x` requires no gradient, it fills `x` and returns `x` itself, as `torch.distributed.all_reduce` does.
+    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the
+    others have none. If `x` requires no gradient, fills `x` and returns it, like
+    `torch.distributed.all_reduce`.
 
     Args:
         async_op: returns a Handle; for sums only.
 
     Raises:
-        InputError: `x` requires a gradient, and `op` has none; a mean of integers; async_op with another op than SUM.
+        InputError: `x` requires a gradient, and `op` has none; a mean of integers; async_op with
+            another op than SUM.
     """
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
@@ -203,9 +206,9 @@ def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0
 
 
 def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
-    """All ranks' slices joined along `dim` on rank `dst`; on the others a tensor with no elements along it.
+    """Returns all ranks' slices joined along `dim` on rank `dst`; on others, size 0 along `dim`.
 
-    The gradient is scattered from `dst`. The slices are those of a split, as in `gather`.
+    Backward scatters the gradient from `dst`. The slices must form a split, as in `gather`.
     """
     group = own_group()
     sizes = verify_tensor_call(group, "gather_to", x, dim, lambda: peer(group, dst, "dst"), dst=dst, size=None)
@@ -220,7 +223,9 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
 
 
 def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
-    """This rank's slice along `dim` of rank `src`'s tensor; the gradient is gathered on `src`, the others' get zeros.
+    """Returns this rank's slice along `dim` of rank `src`'s tensor.
+
+    Backward gathers the gradient on `src`; the other ranks' inputs get zeros.
 
     Args:
         x: of the same shape and dtype on every rank.
@@ -245,7 +250,7 @@ def barrier() -> None:
     if needs_verification(group, group.handshake.verified_calls, "barrier", torch.device("cpu")):
         verify_call(group, lambda: "barrier()", symmetric=True)
     if group.size > 1:
-        only_nccl = dist.get_backend(group.process_group) == "nccl"  # which would guess the device
+        only_nccl = dist.get_backend(group.process_group) == "nccl"  # otherwise NCCL guesses the device
         collective(group, dist.barrier, **({"device_ids": [torch.cuda.current_device()]} if only_nccl else {}))
 
 
@@ -253,7 +258,7 @@ def barrier() -> None:
 
 
 def isend(x: Tensor, dst: int) -> Handle:
-    """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the tensor that was sent."""
+    """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the copy."""
     group = own_group()
     check_tensor(group, "isend", x, is_message=True)
     sent = copied(x.detach())
@@ -264,8 +269,9 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
     """Starts to receive a tensor from a rank of the group; `wait()` returns it.
 
     Args:
-        like: the shape; or a tensor of the shape, dtype and device that are sent, which is filled and returned, as by
-            `torch.distributed.irecv`. One that requires a gradient stays as it is, and another tensor is returned.
+        like: the shape; or a tensor with the shape, dtype and device of the message, which is
+            filled and returned, as by `torch.distributed.irecv`. A tensor that requires a gradient
+            is not changed, and another one is returned.
         dtype: with a shape; by default torch's.
     """
     group = own_group()
@@ -292,7 +298,7 @@ def recv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = Non
     """Receives a tensor from a rank of the group.
 
     Args:
-        like, dtype: as in `irecv`.
+        like, dtype: see `irecv`.
     """
     return irecv(like, src, dtype).wait()
 

@@ -1,4 +1,4 @@
-"""Creates and destroys the model-parallel groups of this process, on top of torch.distributed's groups."""
+"""Creates and destroys this process's model-parallel groups, using torch.distributed's groups."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_SECONDS = 60.0
-"""How long a rank waits for the others, unless the user says otherwise."""
+"""The default time-out for waiting for other ranks."""
 
 
 class Wanted(NamedTuple):
-    """Which groups are to be made, as `init_process_group` takes them."""
+    """The requested groups, as arguments of `init_process_group`."""
 
     group_size: int = -1
     mesh: DeviceMesh | None = None
@@ -58,26 +58,28 @@ class _World:
     """The groups that `init_process_group` made and `destroy_process_group` ends."""
 
     owns_torch_distributed: bool
-    """Whether `torch.distributed` was initialised here, and not by the user."""
+    """Whether this module initialised `torch.distributed`, and not the user."""
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
     reach: list[set[int]] = field(default_factory=list)
-    """By rank: the ranks whose memory it can read, itself among them; empty: all groups have the world's backend."""
+    """By rank: the ranks whose memory it can read, with itself; empty: the world's backend."""
     data_ranks: list[list[int]] = field(default_factory=list)
     """The ranks of each data-parallel group."""
     for_mesh: bool = False
-    """Whether the groups are those of a model's mesh, of which the user has said nothing by `init_process_group`."""
+    """Whether a model's mesh requested the groups, without a call of `init_process_group`."""
 
     def share_memory(self, ranks: Collection[int]) -> bool:
-        """Whether ranks can talk through memory, and no other backend was asked for."""
+        """Returns whether ranks can use memory, and no other backend was requested."""
         return bool(self.reach) and all(self.reach[rank].issuperset(ranks) for rank in ranks)
 
 
 _world: _World | None = None
 _stores: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
-"""Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: the
-store of rank 0 can't be made a second time while other ranks still use it."""
+"""Environment -> (the ranks' rendezvous store, rank, world size).
+
+It outlives the groups: rank 0 can't create its store again while other ranks still use it.
+"""
 _initialisations = itertools.count(1)
-"""Numbers the names in the store, so that none is used twice."""
+"""Numbers the names in the store, so that each is used once."""
 
 
 def init_process_group(
@@ -89,29 +91,32 @@ def init_process_group(
     start_seconds: float | None = None,
     collective_seconds: float | None = None,
 ) -> None:
-    """Cuts the world into model-parallel groups of `group_size` consecutive ranks, or along a DeviceMesh's dimension.
+    """Splits the world into groups of consecutive ranks, or along a DeviceMesh's dimension.
 
-    Uses `torch.distributed` as it was initialised; initialises it under `torchrun`; alone, makes a world of one. The
-    data-parallel groups lie across: with four ranks and `group_size=2` the model-parallel groups are {0, 1} and {2, 3},
-    the data-parallel ones {0, 2} and {1, 3}. All processes of the world must call it.
+    Uses `torch.distributed` if it is initialised; otherwise initialises it under `torchrun`, or
+    creates a world of one. The data-parallel groups cross the model-parallel groups: with four
+    ranks and `group_size=2`, the model-parallel groups are {0, 1} and {2, 3}, the data-parallel
+    groups {0, 2} and {1, 3}. All processes of the world must call it.
 
     Args:
-        group_size: ranks per group; -1: one group of all. A string is the backend, as for `torch.distributed`.
-        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
-            the mesh leaves out is in no group: its rank is -1.
-        backend: used if this call initialises `torch.distributed`. By default, without GPUs, ranks of one machine talk
-            through its memory ("memory", `torchshard.distributed.memory`), and others through gloo; with GPUs their
-            tensors travel by NCCL, and all others through gloo.
-        timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises. The slowest
-            rank must load its data, or write a checkpoint, within this time.
-        start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
-        collective_seconds: how long a collective may take; by default `timeout_seconds`. If
-            `torch.distributed` was initialised before, new groups are made for it, since groups keep their timeouts.
+        group_size: ranks per group; -1: one group of all. A string is the backend, as for
+            `torch.distributed`.
+        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's
+            group. A process outside of the mesh is in no group: its rank is -1.
+        backend: used if this call initialises `torch.distributed`. By default, without GPUs, ranks
+            of one machine communicate through memory ("memory", `torchshard.distributed.memory`),
+            and others through gloo; with GPUs, NCCL sends their tensors, and gloo all others.
+        timeout_seconds: how long a rank waits for the others to reach a call before each of them
+            raises. The slowest rank must load its data, or write a checkpoint, within this time.
+        start_seconds: how long the ranks may take to find each other; default `timeout_seconds`.
+        collective_seconds: how long a collective may take; default `timeout_seconds`. If
+            `torch.distributed` was initialised before, this call makes new groups for it, because
+            groups keep their time-outs.
 
     Raises:
-        DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
-            dimensions than one, or the ranks ask for different groups.
-        InputError: a time is not a number above 0, or the size of the group no number.
+        DistributedError: it is initialised already, the world size is not divisible by
+            `group_size`, the mesh has several dimensions, or the ranks request different groups.
+        InputError: a time is not a number above 0, or the group size is not a number.
     """
     if isinstance(group_size, str):
         backend, group_size = group_size, -1
@@ -130,14 +135,14 @@ def init_process_group(
 
 
 def init_for_mesh(read: Callable[[], Wanted]) -> None:
-    """Makes the groups that a model's mesh wants, of which the user has said nothing by `init_process_group`.
+    """Creates the groups of a model's mesh, if the user has not called `init_process_group`.
 
     Args:
-        read: reads the mesh; it is called when the ranks can tell each other that one of them could not read it.
+        read: reads the mesh; called when the ranks can report to each other that it failed.
 
     Raises:
-        DistributedError: as `init_process_group`, or another rank could not read its mesh.
-        Exception: that of `read` on this rank.
+        DistributedError: see `init_process_group`; or another rank could not read its mesh.
+        Exception: from `read` on this rank.
     """
     timeouts = _timeouts(TIMEOUT_SECONDS, None, None)
     _initialise(read, None, timeouts)
@@ -174,14 +179,14 @@ def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
     """Initialises torch.distributed from torchrun's environment."""
     chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
-        os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # else the other ranks wait until their own time is up
+        os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # else other ranks wait for their own time-out
     device = _own_gpu(chosen) if torch.cuda.is_available() else None
     start = timedelta(seconds=timeouts.start)
     try:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
         if place not in _stores:
             store, rank, world = next(dist.rendezvous("env://", timeout=start))
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # it starts ranks again when one fails, or a machine joins
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # elastic restarts ranks when one fails or a machine joins
                 store = dist.PrefixStore(_common_name(store, rank, world, timeouts.start), store)
             _stores[place] = store, rank, world
         base, rank, world = _stores[place]
@@ -209,11 +214,11 @@ def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
 
 
 def _common_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
-    """A name that no ranks have had before, the same on all.
+    """Agrees on a name that is new, and the same on all ranks.
 
-    After an elastic restart the store is that of the ranks which were there before, and holds their addresses. Rank 0
-    makes the name, and tells it to whoever is there, again as long as somebody has not answered: what stands there of a
-    rank may be of the one before.
+    After an elastic restart, the store is the earlier ranks' and contains their addresses. Rank 0
+    creates the name, and sends it to the ranks present, repeatedly until all have answered: an
+    entry may belong to a rank from before the restart.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -234,10 +239,10 @@ def _common_name(store: dist.Store, rank: int, world: int, seconds: float) -> st
 
 
 def _own_gpu(backend: str) -> torch.device | None:
-    """Makes this process's GPU the current one; returns it for NCCL, which else would guess it.
+    """Makes this process's GPU the current one; returns it for NCCL, which otherwise guesses it.
 
     Raises:
-        DistributedError: the process has no GPU of its own, which NCCL wants.
+        DistributedError: NCCL requires one GPU per process, and this process has none.
     """
     local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     uses_nccl = "nccl" in backend
@@ -254,7 +259,10 @@ def _own_gpu(backend: str) -> torch.device | None:
 
 
 def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) -> dict[str, Group]:
-    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
+    """Creates this process's model-parallel group, and its data-parallel group.
+
+    The data-parallel group contains the ranks at the same position in each model-parallel group.
+    """
     if not dist.is_initialized():
         _model_ranks(1, read().group_size)
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
@@ -274,26 +282,27 @@ def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) 
         MODEL: _own_group(MODEL, model, timeouts, owned, controls),
         DATA: _own_group(DATA, data, timeouts, owned, [None] * len(data)),
     }
-    # a rank that destroys its groups at once would cut off those that are still connecting
+    # a rank that destroys its groups early would cut off ranks that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
     return groups
 
 
 def is_made_for_mesh() -> bool:
-    """Whether the groups were made for a model's mesh."""
+    """Returns whether the groups were made for a model's mesh."""
     return _world is not None and _world.for_mesh
 
 
 def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:
-    """The groups along the axes of a mesh whose ranks are those of the data-parallel group; a collective call.
+    """Returns the groups along a mesh's data axes, splitting the data-parallel group.
 
-    They are made once, and end with the others. Along a single axis it is the data-parallel group itself.
+    All ranks must call it. The groups are created once, and end with the others. For a single axis,
+    the result is the data-parallel group itself.
 
     Args:
         sizes: the numbers of ranks along the axes, outermost first.
 
     Raises:
-        DistributedError: there are others already, or they can't be made.
+        DistributedError: groups with other sizes exist, or the groups can't be created.
     """
     everyone, names = lookup(DATA), data_names(len(sizes))
     if len(sizes) == 1:
@@ -321,12 +330,12 @@ def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:
 
 
 def _new_handshake() -> HandshakeState:
-    """A group begins at the level that `debug` was set to before."""
+    """Returns the state of a new group, at the level that `debug` set before."""
     return HandshakeState(level=ALONE.level)
 
 
 def _model_ranks(world: int, group_size: int) -> list[list[int]]:
-    """The world's ranks, group by group."""
+    """Returns the world's ranks by group."""
     size = world if group_size == -1 else group_size
     if size < 1 or world % size:
         raise DistributedError(
@@ -366,13 +375,13 @@ def _own_group(
     owned: _World,
     controls: Sequence[dist.ProcessGroup | None],
 ) -> Group:
-    """Makes all of these groups, as torch.distributed requires of every process, and returns this process's own.
+    """Creates all of these groups, as torch.distributed requires, and returns this process's.
 
     Args:
-        controls: the control groups that exist already; None for those to make.
+        controls: existing control groups; None where one must be created.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    # torch.distributed marks the absence of a group by a number, because None means the whole world
+    # torch.distributed marks non-members by a number, because None means the whole world
     own = Group(-1, -1, name, cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER))
     for i, ranks in enumerate(groups):
         whole = owned.owns_torch_distributed and len(ranks) == world
@@ -399,12 +408,12 @@ def _own_group(
 
 
 def cpu_backend() -> str:
-    """By which all ranks send what lies in the memory of CPUs; before there are any, what they take by default."""
+    """Returns the backend for CPU tensors; before initialisation, the default for new ranks."""
     return "gloo" if dist.is_initialized() and MEMORY not in dist.get_backend_config() else MEMORY
 
 
 def _gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
-    """The kinds of devices whose tensors travel through gloo: {"cpu"} of "cpu:gloo,cuda:nccl"."""
+    """Returns the device types with tensors sent through gloo: {"cpu"} for "cpu:gloo,cuda:nccl"."""
     backends = (entry.partition(":") for entry in dist.get_backend_config(process_group).split(","))
     return frozenset(device for device, _, backend in backends if backend == "gloo")
 
@@ -424,10 +433,13 @@ def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | N
 
 
 def destroy_process_group() -> None:
-    """Forgets the groups, so that they can be made again; ends `torch.distributed` if this library initialised it."""
+    """Destroys the groups, so they can be created again.
+
+    Also ends `torch.distributed` if this library initialised it.
+    """
     try:
         group, failing = own_group(), sys.exc_info()[0] is not None
-        if not failing and not group.handshake.failures:  # after an error the other ranks may never come
+        if not failing and not group.handshake.failures:  # after an error, the other ranks may never get here
             verify_following_call(group, lambda: "destroy_process_group()")
     finally:
         _end()
@@ -450,9 +462,9 @@ def _end() -> None:
 
 
 def _at_exit() -> None:
-    """Ends the groups that a program has left: gloo's threads abort a process that ends with groups alive.
+    """Ends remaining groups: gloo's threads abort a process that exits with groups alive.
 
-    Groups of other backends stay: to end them may wait for ranks that are gone.
+    Groups of other backends are left alone: ending them may wait for ranks that are gone.
     """
     _end_waiter_threads()
     if (
@@ -465,7 +477,7 @@ def _at_exit() -> None:
 
 
 def _end_waiter_threads() -> None:
-    """A process that ends while one of its threads waits in a backend is aborted."""
+    """Ends waiting threads: a process that exits while a thread waits in a backend is aborted."""
     for group in registered_groups():
         if not all(thread.is_done() for thread in group.handshake.waiter_threads):
             abort_pending_receives(group)
@@ -475,19 +487,20 @@ _LEVELS = {True: CheckLevel.ALL, None: CheckLevel.NEW, False: CheckLevel.OFF}
 
 
 def debug(on: bool | None = True) -> None:
-    """Sets which calls the ranks verify before they communicate; a difference is one error on every rank.
+    """Sets the calls that ranks verify before they communicate; a mismatch raises on every rank.
 
-    Within a group all ranks must call it. It holds until the group is destroyed; before `init_process_group`, it sets
-    how the groups of this process begin.
+    Within a group, all ranks must call it. It applies until the group is destroyed; before
+    `init_process_group`, it sets the initial level of this process's groups.
 
     Args:
-        on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
-            each rank, and also the line that calls (calls that send the same in another order are different calls);
-            None (as it begins): each call of a sharded model, and eager calls, with gloo each of them, with NCCL each
-            whose signature is new; False: none but those by which the ranks tell each other sizes.
+        on: True: each call, each collective node of a graph, and each step of a backward, at the
+            cost of a message to each rank, and also the calling line (calls that send the same
+            data in another order are different calls); None (the default level): each call of a
+            sharded model, and eager calls: each with gloo, each new signature with NCCL; False:
+            only calls that exchange sizes.
 
     Raises:
-        DistributedError: the ranks of the group don't all call it.
+        DistributedError: not all ranks of the group call it.
         InputError: `on` is not one of the three.
     """
     if on is not None and not isinstance(on, bool):

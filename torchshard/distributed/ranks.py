@@ -1,4 +1,4 @@
-"""The ranks that work on one model together, of several mesh axes: what fails on one of them fails on all."""
+"""The ranks that share one model, over several mesh axes; a failure on one raises on all."""
 
 from __future__ import annotations
 
@@ -24,44 +24,47 @@ T = TypeVar("T")
 
 
 class Held(Protocol):
-    """A slice that knows which ranks hold the others, and how."""
+    """A slice with its sharding and its ranks."""
 
     sharding: Sharding
     ranks: Ranks
 
 
 def widest(tensors: Iterable[object]) -> Ranks:
-    """The most ranks that any of these sharded tensors is held by: a number about all of them concerns all of these."""
+    """Returns the ranks of the most widely sharded tensor, which a number about all concerns."""
     found = [ranks for ranks in (getattr(tensor, "ranks", None) for tensor in tensors) if isinstance(ranks, Ranks)]
     return max(found, key=lambda ranks: ranks.count) if found else Ranks(own_group())
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank among all that work on one model: those that divide its weights, and those that divide the batch."""
+    """A rank of a model, with the ranks that split its weights and those that split the batch."""
 
     group: Group
-    """The ranks of the model's axis, which divide the weights."""
+    """The ranks of the model axis, which split the weights."""
     replicas: Group = ALONE
-    """The ranks of the data axes: they hold the same slices as this one, or divide those once more."""
+    """The ranks of the data axes: they store the same slices, or split them again."""
     data: tuple[Group, ...] = ()
-    """The ranks along each data axis, outermost first; without them there is one such axis."""
-    axes: tuple[MeshAxis, ...] = ()
-    """The axis of each of `groups`, with the user's name for it and what its ranks hold; () for the names alone."""
+    """The ranks along each data axis, outermost first; empty for a single data axis."""
+    labels: tuple[str, ...] = ()
+    """The user's names of the axes, the model's last."""
 
     @classmethod
     def own(cls) -> Ranks:
-        """This process among all; it is alone where torch.distributed is not initialised."""
+        """Returns this process among all ranks; alone if torch.distributed is not initialised.
+
+        Creates the groups if the user has only initialised torch.distributed.
+        """
         if dist.is_initialized() and not is_initialized():
             init_process_group()
         return cls(lookup(MODEL), lookup(DATA)) if is_initialized() else cls(ALONE, ALONE)
 
     @classmethod
     def of(cls, tensors: Iterable[object]) -> Ranks:
-        """This process among all that work on the sharded ones of these tensors, and their replicas.
+        """Returns this process among all ranks of these sharded tensors and their replicas.
 
         Raises:
-            InputError: they are sharded over meshes that divide the batch over different axes.
+            InputError: the tensors' meshes have different data axes.
         """
         found = list(tensors)
         ranks = widest(found)
@@ -79,12 +82,12 @@ class Ranks:
 
     @property
     def number(self) -> int:
-        """This rank's number among all; number 0 leads."""
+        """This rank's number among all ranks; number 0 is the leader."""
         return self.replicas.rank * self.group.size + self.group.rank
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return self.replicas.size * self.group.size
 
     @property
@@ -94,42 +97,45 @@ class Ranks:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of all of them."""
-        return Mesh(self.axes or tuple(MeshAxis(group.size, name) for name, group in self.groups.items()))
+        """The mesh of all ranks."""
+        groups = self.groups
+        labels = dict(zip(groups, self.labels, strict=True)) if self.labels else {}
+        return Mesh(tuple(MeshAxis(group.size, name, labels.get(name, "")) for name, group in groups.items()))
 
     @property
     def place(self) -> Place:
-        """Where this rank is on the mesh."""
+        """The place of this rank on the mesh."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
     def sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
-        """The sharding of what has these layouts over axes by name, first to last."""
+        """Returns the sharding for layouts by axis name, in this order."""
         return Sharding.of(*((self.mesh.axis(name), layout) for name, layout in layouts.items()))
 
     def cuts(self, of: Sharding) -> Cuts:
-        """How this rank holds a tensor."""
+        """Returns this rank's cuts of a tensor with a sharding."""
         return of.cuts(self.place)
 
     def gathered(self, x: Tensor, of: Sharding, shape: Sequence[int]) -> Tensor:
-        """The whole tensor of global `shape`, from all ranks' slices: a collective call."""
+        """Gathers the full tensor of global `shape` from slices; all ranks must call it."""
         held = self.cuts(of)
+        # the last axis has split the tensor last, so it is gathered first
         for i, (axis, layout) in reversed([*enumerate(of)]):
             if isinstance(layout, Shard):
                 x = gathered(x, layout, local_shape(shape, held[:i]), self.groups[axis.name])
         return x
 
     def reduced(self, x: Tensor, op: ReduceKind, *, eager: str = "") -> Tensor:
-        """As `reduced`, over all of them."""
+        """All-reduces a copy over all ranks; see `kernels.reduced`."""
         for group in (self.replicas, self.group):
             x = reduced(x, op, group, eager=eager) if group.size > 1 else x
         return x
 
     def groups_of(self, of: Sharding) -> list[Group]:
-        """The groups over which a tensor is split."""
+        """Returns the groups that a tensor is split over."""
         return [self.groups[axis.name] for axis, layout in of if isinstance(layout, Shard)]
 
     def holders(self, of: Sharding) -> tuple[int, int]:
-        """(this rank's number among those that hold the same slice, how many they are)."""
+        """Returns (this rank's number among holders of the same slice, their number)."""
         split = self.groups_of(of)
         others = [group for group in self.groups.values() if group not in split]
         number = 0
@@ -138,20 +144,20 @@ class Ranks:
         return number, math.prod(group.size for group in others)
 
     def counts(self, part: Held) -> bool:
-        """Whether, of those of these ranks that hold the same slice, this one comes first.
+        """Returns whether this rank owns the slice among its holders, so that a sum counts it once.
 
         Args:
-            part: held by all of these, if on another mesh, or by those of one replica.
+            part: a slice on all of these ranks (maybe on another mesh), or on those of one replica.
         """
         ranks = part.ranks if part.ranks.count == self.count else self
         return ranks.holders(part.sharding)[0] == 0
 
     def run_on_all(self, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
-        """As `run_on_all_ranks`, for all of them."""
+        """Returns `make()` if it succeeds on all ranks; see `run_on_all_ranks`."""
         return self.on_replicas(lambda: run_on_all_ranks(self.group, make, error, what), error, what)
 
     def verify(self, facts: Facts, what: str, attempt: str = SAME_CALL) -> None:
-        """Raises DistributedError on all of them if the facts differ on any."""
+        """Raises DistributedError on all ranks if the facts differ on any."""
 
         def along(group: Group) -> bool:
             return verify_equal(group, facts, DistributedError, what, attempt=attempt)
@@ -160,19 +166,19 @@ class Ranks:
         along(self.replicas)
 
     def verify_along(self, axis: str, facts: Facts, what: str) -> None:
-        """Raises DistributedError on all of them if the facts of ranks along a mesh axis differ."""
+        """Raises DistributedError on all ranks if the facts differ along a mesh axis."""
         group = self.groups[axis]
         self.run_on_all(lambda: verify_equal(group, facts, DistributedError, what), DistributedError, what)
 
     def leaders(self, data: bytes) -> bytes:
-        """What the rank that leads has given."""
+        """Returns the leader's data."""
         of_group = gather_bytes(self.group, "ts.save", lambda: data)[0]
         return gather_bytes(self.replicas, "ts.save", lambda: of_group)[0]
 
     def of_replicas(self, data: bytes) -> list[bytes]:
-        """What the ranks that hold the same slices have given, one for each replica."""
+        """Returns the data of the holders of the same slices, one per replica."""
         return gather_bytes(self.replicas, "ts.save", lambda: data)
 
     def on_replicas(self, on_group: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
-        """Makes a call that fails on all ranks of a model or on none; where it fails, the other replicas raise too."""
+        """Makes a call that fails on all of a replica's ranks or none; then all replicas raise."""
         return run_on_all_ranks(self.replicas, on_group, error, what)

@@ -1,8 +1,9 @@
-"""Starts collectives of torch.distributed and waits for them, so that each failure becomes the same kind of error.
+"""Starts collectives of torch.distributed and waits for them, turning failures into one error type.
 
-All data goes through these few functions; only headers (`handshake`) and the making of groups call torch.distributed
-themselves. PyTorch reports a broken connection, a time-out or a refused size as a RuntimeError of the backend; here it
-becomes a DistributedError that names the call and what the other ranks report.
+All data goes through these few functions; only headers (`handshake`) and group creation call
+torch.distributed directly. PyTorch reports a broken connection, a time-out or a refused size as a
+RuntimeError of the backend; here it becomes a DistributedError with the call and the other ranks'
+reports.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Work(Protocol):
         """Waits for the end."""
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
 
 
 def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwargs: object) -> T:
@@ -54,7 +55,7 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
 def _error(group: Group, call: str, error: RuntimeError) -> DistributedError:
     here = f"{call} ({verified_site(group)})"
     if isinstance(error, Different):
-        settle()  # it says better what differs
+        settle()  # its error explains the difference better
         group.handshake.fail()
         return different_error(group, here, headers_of(error))
     if isinstance(error, Stopped) and error.rank != group.rank:
@@ -67,13 +68,13 @@ def _devices(args: Iterable[object]) -> list[torch.device]:
 
 
 def finish(group: Group, call: str, work: Work | None, devices: Sequence[torch.device] = ()) -> None:
-    """Waits for a Work; None, which torch.distributed returns to processes outside of a group, has nothing to wait for.
+    """Waits for a Work; None is complete: torch.distributed returns it outside of a group.
 
     Args:
-        devices: of the tensors that are sent; none if they are on the CPU.
+        devices: of the sent tensors; may be empty if they are on the CPU.
 
     Raises:
-        DistributedError: a rank is gone, did not come within the timeout, or sent something else.
+        DistributedError: a rank is gone, timed out, or sent something else.
     """
     if work is None:
         return
@@ -88,7 +89,10 @@ def finish(group: Group, call: str, work: Work | None, devices: Sequence[torch.d
 
 
 def _wait_for_device(work: Work, seconds: float) -> None:
-    """Waits until a collective has ended; NCCL's `wait` only has the device wait, and its watchdog ends the process."""
+    """Waits for the end on the host.
+
+    NCCL's `wait` only blocks the device, and its watchdog would end the process.
+    """
     deadline = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -109,7 +113,7 @@ def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, *
 
 
 def note(group: Group, call: Call) -> None:
-    """Attaches a call's text to the next data, where ranks talk through memory."""
+    """Attaches a call's text to the next data, if ranks communicate through memory."""
     if not _carries(group):
         settle()
     if group.memory is not None:
@@ -117,7 +121,7 @@ def note(group: Group, call: Call) -> None:
 
 
 def _carries(group: Group) -> bool:
-    """Whether a comparison is waiting to travel with the group's next data."""
+    """Returns whether a comparison waits to be sent with the group's next data."""
     return group.memory is not None and group.memory.rider is not None
 
 
@@ -130,10 +134,10 @@ _open = _Open()
 
 @contextlib.contextmanager
 def settling(group: Group, comparison: Callable[[], object]) -> Iterator[None]:
-    """Ends a comparison of a group's ranks that has begun while they compute: at the latest when this context ends.
+    """Runs a block during a comparison between ranks, which ends with the block at the latest.
 
-    Where ranks that send different things would abort, it ends before the first communication; where they talk through
-    memory, before anything of the first communication is used.
+    If mismatched data would abort the ranks, the comparison ends before the first communication;
+    through memory, before data of the first communication is used.
 
     Args:
         comparison: ends it; raises an error on every rank if the ranks differ.
@@ -142,36 +146,36 @@ def settling(group: Group, comparison: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     except Exception:
-        settle()  # what the ranks do differently explains more than what came of it
+        settle()  # if the ranks diverge, every rank raises: that explains more than the resulting error
         raise
     else:
         settle()
     finally:
         _open.comparison = None
         if group.memory is not None:
-            group.memory.rider = None  # of a call that was interrupted
+            group.memory.rider = None  # left by an interrupted call
 
 
 def settle() -> None:
-    """Ends the comparison that this thread has begun, if there is one."""
+    """Ends this thread's comparison, if any."""
     comparison, _open.comparison = _open.comparison, None
     if comparison is not None:
         comparison()
 
 
 class Pending(NamedTuple):
-    """A communication under way, and how its result is computed."""
+    """A communication under way, and the computation of its result."""
 
     result: Callable[[], Tensor]
-    """Computes the result from what was received; to be called after the wait."""
+    """Computes the result from received data, after the wait."""
     work: Work | None = None
-    """None if nothing is sent."""
+    """None without communication."""
     group: Group | None = None
     """The group of a collective; None for a message, which raises its own errors."""
     call: str = ""
-    """The function of torch.distributed that was called."""
+    """The called function of torch.distributed."""
     devices: Sequence[torch.device] = ()
-    """The devices of the tensors that are sent."""
+    """The devices of the sent tensors."""
 
     @classmethod
     def of(
@@ -187,7 +191,7 @@ class Pending(NamedTuple):
         return cls(result, _begin_own(group, fn, *args, **kwargs), group, fn.__name__, _devices(args))
 
     def wait(self) -> Tensor:
-        """The result."""
+        """Waits, and returns the result."""
         if self.group is not None:
             finish(self.group, self.call, self.work, self.devices)
         elif self.work is not None:
@@ -196,18 +200,18 @@ class Pending(NamedTuple):
 
 
 class Handle:
-    """A communication that goes on while this process computes."""
+    """A communication that runs while this process computes."""
 
     def __init__(self, pending: Pending, result: Callable[[], Tensor] | None = None) -> None:
         self._pending, self._wait = pending, result or pending.wait
         self._tensor: Tensor | None = None
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         return self._tensor is not None or self._pending.work is None or self._pending.work.is_completed()
 
     def wait(self) -> Tensor:
-        """The result, with its gradient; the same tensor each time."""
+        """Waits, and returns the result with its gradient; the same tensor each time."""
         if self._tensor is None:
             self._tensor = self._wait()
         return self._tensor

@@ -1,7 +1,8 @@
-"""Ranks of one machine talk through memory: the backend "memory" of torch.distributed.
+"""Communication of ranks on one machine through memory: torch.distributed's backend "memory".
 
-Read the modules from the bottom: `segment` (memory that one process writes and others read), `regions` (which of it is
-taken), `stream` (posts: what a rank does and sends, numbered), `exchanges` (collectives) and `messages`, `backend`.
+Read the modules bottom-up: `segment` (memory that one process writes and others read), `regions`
+(its allocator), `stream` (posts: a rank's calls and data, numbered), `exchanges` (collectives) and
+`messages`, `backend`.
 """
 
 from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, reach, register

@@ -1,10 +1,11 @@
-"""The backend "memory" of torch.distributed: process groups whose ranks are on one machine and talk through memory.
+"""The backend "memory" of torch.distributed: ranks of one machine communicate through memory.
 
     import torchshard.distributed.memory                         # registers it
     dist.init_process_group("memory")                            # or dist.new_group(ranks, backend="memory")
 
-Whatever calls torch.distributed with tensors on the CPU runs on it: DistributedDataParallel, `fully_shard`, DTensor,
-functional collectives. A call begins at once and ends in its Work's `wait`; there are no threads.
+Any user of torch.distributed with CPU tensors runs on it: DistributedDataParallel, `fully_shard`,
+DTensor, functional collectives. A call begins at once and ends in its Work's `wait`; there are no
+threads.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ class _Communication(Protocol):
 
 
 class MemoryWork(dist.Work):
-    """A communication that has begun."""
+    """A communication under way."""
 
     def __init__(self, communication: _Communication | None, results: Sequence[Tensor]) -> None:
-        """Names the communication; None: there is nothing to wait for.
+        """Stores a communication, or None if it is complete.
 
         Args:
-            results: what a future holds when it has ended.
+            results: the value of a future after the communication has ended.
         """
         super().__init__()
         self._communication, self._results = communication, results
 
     def is_completed(self) -> bool:
-        """Whether it has ended, and `wait` would return at once."""
+        """Returns whether it has ended, so `wait` would return at once."""
         return self._communication is None or self._communication.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has ended without an error."""
+        """Returns whether it has ended without an error."""
         if not self.is_completed():
             return False
         try:
@@ -60,25 +61,25 @@ class MemoryWork(dist.Work):
             return False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Ends it.
+        """Waits for the end.
 
         Raises:
-            RuntimeError: another rank does something else, has ended, or did not come in time.
+            RuntimeError: another rank does something else, has ended, or timed out.
         """
         if self._communication is not None:
             self._communication.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Waits for the end."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """The tensors that it filled."""
+        """Returns the filled tensors."""
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done: it ends the communication first, for no thread would."""
+        """Returns a completed future: without a thread, it must end the communication first."""
         future = torch.futures.Future[Any]()
         try:
             self.wait()
@@ -88,17 +89,17 @@ class MemoryWork(dist.Work):
         return future
 
     def source_rank(self) -> int:
-        """The rank that has sent what was received from any."""
+        """Returns the sender of a message received from any rank."""
         return int(getattr(self._communication, "rank", -1))
 
     _source_rank = source_rank
 
 
 class MemoryProcessGroup(dist.ProcessGroup):
-    """A process group whose ranks talk through memory; `torch.distributed` makes it."""
+    """A process group of ranks that communicate through memory; `torch.distributed` creates it."""
 
     def __init__(self, board: Board) -> None:
-        """Takes the segments of its ranks."""
+        """Stores the segments of its ranks."""
         super().__init__(board.rank, board.size)  # type: ignore[call-arg]
         self.board = board
         self.calls = Calls(board)
@@ -111,15 +112,15 @@ class MemoryProcessGroup(dist.ProcessGroup):
     # --- what torch.distributed asks of a group ----------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """The name by which it was asked for."""
+        """Returns the name of the backend."""
         return BACKEND
 
     def getRank(self) -> int:
-        """This process's rank."""
+        """Returns this process's rank."""
         return self.board.rank
 
     def getSize(self) -> int:
-        """How many ranks there are."""
+        """Returns the number of ranks."""
         return self.board.size
 
     def _set_group_name(self, name: str) -> None:
@@ -130,22 +131,22 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self._name = name
 
     def getGroupName(self) -> str:
-        """The name under which torch.distributed knows the group."""
+        """Returns the group's name in torch.distributed."""
         return self._name
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        """The name under which torch.distributed knows the group."""
+        """The group's name in torch.distributed."""
         return self._name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long following calls wait at most."""
+        """Sets the time-out of later calls."""
         self.board.seconds = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _get_backend(self, device: torch.device) -> MemoryProcessGroup:  # type: ignore[override]
-        """What sends the tensors of a device: this group itself."""
+        """Returns the backend for a device: this group itself."""
         return self
 
     def _set_sequence_number_for_group(self) -> None:
@@ -155,7 +156,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         return self.calls.begun
 
     def shutdown(self) -> None:
-        """Ends this rank's waits; the memory goes when no rank has it."""
+        """Ends this rank's waits; memory is freed when all ranks have released it."""
         self.board.close(self.calls.begun)
 
     def abort(self) -> None:
@@ -165,58 +166,58 @@ class MemoryProcessGroup(dist.ProcessGroup):
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, tensors: list[Tensor], opts: Any = None) -> MemoryWork:
-        """dist.all_reduce."""
+        """Implements dist.all_reduce."""
         return self._begun(tensors, tensors, lambda: exchanges.all_reduce(self.calls, tensors, _op(opts)))
 
     def _reduce(self, tensors: list[Tensor], opts: Any) -> MemoryWork:
-        """dist.reduce."""
+        """Implements dist.reduce."""
         (x,) = tensors
         return self._begun(tensors, tensors, lambda: exchanges.reduce(self.calls, x, opts.rootRank, _op(opts)))
 
     def _broadcast(self, tensors: list[Tensor], opts: Any) -> MemoryWork:
-        """dist.broadcast."""
+        """Implements dist.broadcast."""
         return self._begun(tensors, tensors, lambda: exchanges.broadcast(self.calls, tensors, opts.rootRank))
 
     def _all_gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
-        """dist.all_gather."""
+        """Implements dist.all_gather."""
         results = outputs[0] if len(outputs) == 1 else outputs
         return self._begun(inputs, results, lambda: exchanges.all_gather(self.calls, outputs, inputs))
 
     def _all_gather_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> MemoryWork:
-        """dist.all_gather_into_tensor."""
+        """Implements dist.all_gather_into_tensor."""
         return self._all_gather_singles([output], [sent], opts)
 
     def _all_gather_singles(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
-        """Several of these at once."""
+        """Runs several all_gather_into_tensor at once."""
         return self._begun(
             inputs, outputs, lambda: exchanges.all_gather(self.calls, self._pieces(outputs, inputs), inputs)
         )
 
     def _all_gather_by_rank(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
-        """Several all-gathers at once; `outputs` by rank."""
+        """Runs several all-gathers at once; `outputs` is indexed by rank."""
         by_input = [list(found) for found in zip(*outputs, strict=True)]
         return self._begun(inputs, outputs, lambda: exchanges.all_gather(self.calls, by_input, inputs))
 
     def _gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MemoryWork:
-        """dist.gather."""
+        """Implements dist.gather."""
         (x,), found = inputs, outputs[0] if outputs else []
         return self._begun(inputs, found, lambda: exchanges.gather(self.calls, found, x, opts.rootRank))
 
     def _scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MemoryWork:
-        """dist.scatter."""
+        """Implements dist.scatter."""
         (x,), sent = outputs, inputs[0] if inputs else []
         return self._begun([x, *sent], outputs, lambda: exchanges.scatter(self.calls, x, sent, opts.rootRank))
 
     def _reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MemoryWork:
-        """dist.reduce_scatter."""
+        """Implements dist.reduce_scatter."""
         return self._begun(outputs, outputs, lambda: exchanges.reduce_scatter(self.calls, outputs, inputs, _op(opts)))
 
     def _reduce_scatter_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> MemoryWork:
-        """dist.reduce_scatter_tensor."""
+        """Implements dist.reduce_scatter_tensor."""
         return self._reduce_scatter_singles([output], [sent], opts)
 
     def _reduce_scatter_singles(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
-        """Several of these at once."""
+        """Runs several reduce_scatter_tensor at once."""
         return self._begun(
             outputs,
             outputs,
@@ -224,13 +225,13 @@ class MemoryProcessGroup(dist.ProcessGroup):
         )
 
     def _all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
-        """dist.all_to_all."""
+        """Implements dist.all_to_all."""
         return self._begun(inputs, outputs, lambda: exchanges.all_to_all(self.calls, outputs, inputs))
 
     def _all_to_all_single(
         self, output: Tensor, sent: Tensor, output_lengths: list[int], lengths: list[int], opts: Any = None
     ) -> MemoryWork:
-        """dist.all_to_all_single; no lengths: equal ones."""
+        """Implements dist.all_to_all_single; empty lengths mean equal pieces."""
         size = self.board.size
         return self._begun(
             [sent],
@@ -241,26 +242,26 @@ class MemoryProcessGroup(dist.ProcessGroup):
         )
 
     def _barrier(self, opts: Any = None) -> MemoryWork:
-        """dist.barrier."""
+        """Implements dist.barrier."""
         return self._begun((), (), lambda: exchanges.barrier(self.calls))
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
-        """dist.send."""
+        """Implements dist.send."""
         (x,) = tensors
         _check(tensors)
         self.letters.send(x, rank, tag, _letter_text(x))
         return MemoryWork(None, tensors)
 
     def _receive(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
-        """dist.recv."""
+        """Implements dist.recv."""
         (x,) = tensors
         _check(tensors)
         return MemoryWork(self.letters.receive(x, rank, tag, _letter_text(x)), tensors)
 
     def _receive_from_any(self, tensors: list[Tensor], tag: int = 0) -> MemoryWork:
-        """dist.recv without a rank."""
+        """Implements dist.recv without a source rank."""
         (x,) = tensors
         _check(tensors)
         return MemoryWork(self.letters.receive(x, None, tag, _letter_text(x)), tensors)
@@ -295,7 +296,7 @@ _ASKED_BY = {
     "_receive": ("recv",),
     "_receive_from_any": ("recv_anysource",),
 }
-"""The names by which torch.distributed asks for each, in its versions before and after 2.13."""
+"""Method -> the names that torch.distributed calls, in versions before and after 2.13."""
 for _name, _names in _ASKED_BY.items():
     for _asked in _names:
         setattr(MemoryProcessGroup, _asked, getattr(MemoryProcessGroup, _name))
@@ -321,10 +322,10 @@ def _letter_text(x: Tensor) -> str:
 
 
 def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> MemoryProcessGroup:
-    """Makes the group of these ranks; torch.distributed calls it.
+    """Creates the group of these ranks; torch.distributed calls it.
 
     Raises:
-        Unreachable: not all of them can read each other's memory; on every rank.
+        Unreachable: some ranks can't read each other's memory; raised on every rank.
     """
     own, others, refusals = _opened(store, rank, size, timeout)
     if own is None or any(map(any, refusals)):
@@ -333,7 +334,7 @@ def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> M
 
 
 def reach(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[set[int]]:
-    """Tries which ranks' memory each rank can read: a list by rank, the same on all."""
+    """Tests which ranks' memory each rank can read; returns sets by rank, the same on all ranks."""
     _, _, refusals = _opened(store, rank, size, timeout)
     return [{other for other, refusal in enumerate(each) if not refusal} for each in refusals]
 
@@ -341,10 +342,10 @@ def reach(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[s
 def _opened(
     store: dist.Store, rank: int, size: int, timeout: timedelta
 ) -> tuple[OwnSegment | None, dict[int, OtherSegment], list[list[str]]]:
-    """Makes a segment, and opens the others'.
+    """Creates a segment, and opens the other ranks'.
 
     Returns:
-        these, and for each rank why it can't open those of all ranks ('': it can).
+        the segments, and for each rank its reasons for not opening each segment ('' on success).
     """
     own: OwnSegment | None = None
     mine: object
@@ -363,13 +364,13 @@ def _opened(
                 refusals[other] = f"rank {rank}: {error}"
     everyone = _exchanged(store, "opened", rank, size, refusals, timeout)
     store.set(f"{BACKEND}/done/{rank}", "")
-    if rank == 0:  # whose process often has the store, and may end where this fails
+    if rank == 0:  # rank 0's process often owns the store, and may end where this fails
         store.wait([f"{BACKEND}/done/{other}" for other in range(size)], timeout)
     return own, others, everyone
 
 
 def _exchanged(store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta) -> list[Any]:
-    """What all ranks say, in their order."""
+    """Exchanges a JSON value through the store; returns all ranks' values in order."""
     store.set(f"{BACKEND}/{key}/{rank}", json.dumps(mine))
     keys = [f"{BACKEND}/{key}/{other}" for other in range(size)]
     store.wait(keys, timeout)
@@ -377,6 +378,6 @@ def _exchanged(store: dist.Store, key: str, rank: int, size: int, mine: object, 
 
 
 def register() -> None:
-    """Makes "memory" a backend of torch.distributed."""
+    """Registers "memory" as a backend of torch.distributed."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, make_group, devices=["cpu"])

@@ -1,7 +1,7 @@
-"""Collectives: what a rank posts, and what it makes of all ranks' posts.
+"""Collectives: the data that a rank posts, and the result that it computes from all ranks' posts.
 
-Each begins at once and returns an `Exchange`, whose `wait` ends it. Sums go in the order of the ranks, whoever comes
-first: all ranks get the same bits, and the same bits in each run.
+Each begins at once and returns an `Exchange`; its `wait` ends it. Sums are computed in rank order,
+independent of arrival: all ranks get the same bits, in each run.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Exchange:
-    """A collective that this rank has begun, for whoever waits for it."""
+    """A collective that this rank has begun."""
 
     def __init__(self, calls: Calls, call: Call, sent: Sequence[Tensor], finish: Finish, values: Sequence[int] = ()):
         """Begins it.
 
         Args:
-            finish: makes the result of all ranks' posts.
-            values: numbers of this rank's own, for the others.
+            finish: computes the result from all ranks' posts.
+            values: numbers of this rank for the others.
         """
         self._calls, self._begun = calls, calls.begin(call, sent, finish, values)
 
     def __del__(self) -> None:
-        """A dropped exchange still completes; if it fails, the next wait raises its error."""
+        """Lets a dropped exchange complete; if it fails, the next wait raises its error."""
         begun = getattr(self, "_begun", None)
         if begun is not None:
             begun.is_dropped = True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, and `wait` would return at once."""
+        """Returns whether it has ended, so `wait` would return at once."""
         self._begun.end(blocking=False)
         return self._begun.is_done
 
     def wait(self, seconds: float | None = None) -> None:
-        """Ends it, and what else all ranks have begun.
+        """Ends it, and other calls that all ranks have begun.
 
         Raises:
-            Stopped: a rank did not come.
+            Stopped: a rank timed out or ended.
             Different: a rank makes another call.
-            RuntimeError: an earlier call that nobody waits for has failed.
+            RuntimeError: an earlier dropped call has failed.
         """
         self._begun.end(seconds)
         self._calls.end_complete()
@@ -76,7 +76,7 @@ class Exchange:
 
 
 def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Exchange:
-    """Puts the combined tensors of all ranks in the place of this rank's."""
+    """Replaces this rank's tensors by the combination of all ranks'."""
     for x in tensors:
         _check_reduces(x, op)
 
@@ -88,7 +88,7 @@ def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Excha
 
 
 def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
-    """As `all_reduce`, on one rank."""
+    """Replaces one rank's tensor by the combination of all ranks'."""
     _check_reduces(tensor, op)
 
     def finish(posts: list[Post]) -> None:
@@ -99,7 +99,7 @@ def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
 
 
 def broadcast(calls: Calls, tensors: Sequence[Tensor], root: int) -> Exchange:
-    """Puts the tensors of one rank in the place of all others'."""
+    """Replaces all ranks' tensors by one rank's."""
     sends = calls.board.rank == root
 
     def finish(posts: list[Post]) -> None:
@@ -114,7 +114,7 @@ def all_gather(calls: Calls, outputs: Sequence[Sequence[Tensor]], inputs: Sequen
     """Copies the tensors of all ranks.
 
     Args:
-        outputs: for each input one tensor for each rank.
+        outputs: for each input, one tensor per rank.
     """
     for found, x in zip(outputs, inputs, strict=True):
         _check_pieces(calls, found, x)
@@ -128,7 +128,7 @@ def all_gather(calls: Calls, outputs: Sequence[Sequence[Tensor]], inputs: Sequen
 
 
 def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Exchange:
-    """As `all_gather`, on one rank; the others have no outputs."""
+    """Copies the tensors of all ranks on one rank; the others have no outputs."""
     if calls.board.rank == root:
         _check_pieces(calls, outputs, tensor)
 
@@ -141,7 +141,7 @@ def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -
 
 
 def scatter(calls: Calls, output: Tensor, inputs: Sequence[Tensor], root: int) -> Exchange:
-    """Copies one rank's tensor for this rank; the others have no inputs."""
+    """Copies one rank's tensor for this rank; the other ranks have no inputs."""
     if calls.board.rank == root:
         _check_pieces(calls, inputs, output)
 
@@ -157,7 +157,7 @@ def reduce_scatter(
     """Combines the ranks' tensors for this rank.
 
     Args:
-        inputs: for each output one tensor for each rank.
+        inputs: for each output, one tensor per rank.
     """
     for found, x in zip(inputs, outputs, strict=True):
         _check_pieces(calls, found, x)
@@ -175,10 +175,10 @@ def reduce_scatter(
 
 
 def all_to_all(calls: Calls, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Exchange:
-    """Copies the ranks' tensors for this rank, which may differ in size.
+    """Copies the ranks' tensors for this rank; sizes may differ.
 
     Args:
-        outputs, inputs: one for each rank, of one dtype.
+        outputs, inputs: one per rank, of one dtype.
     """
     ranks, rank = calls.board.size, calls.board.rank
     dtypes = {x.dtype for x in (*outputs, *inputs)}
@@ -201,7 +201,7 @@ def all_to_all(calls: Calls, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 
 
 def _check_pieces(calls: Calls, pieces: Sequence[Tensor], like: Tensor) -> None:
-    """Raises Refused unless there is a tensor for each rank, all of the size and dtype of another one."""
+    """Raises Refused unless there is one tensor per rank, with the size and dtype of `like`."""
     if len(pieces) != calls.board.size or any(x.numel() != like.numel() or x.dtype is not like.dtype for x in pieces):
         given = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in pieces))
         raise Refused(
@@ -231,30 +231,30 @@ def barrier(calls: Calls) -> Exchange:
 
 
 class Numbers:
-    """Numbers that the ranks tell each other with their next calls, or by one of their own if none comes first."""
+    """Numbers that ranks exchange with their next calls, or in a call of their own."""
 
     def __init__(self, calls: Calls, call: Call, own: Sequence[int]) -> None:
-        """Says what for, and this rank's numbers."""
+        """Stores the purpose and this rank's numbers."""
         self._calls, self._rider = calls, Rider(call, own)
         calls.rider = self._rider
 
     def begin(self) -> Numbers:
-        """Sends them now, if they have not gone."""
+        """Sends them now, if they are not sent yet."""
         if self._rider.begun is None:
             self._calls.rider = self._rider
             self._calls.begin(self._rider.call, (), lambda posts: None)
         return self
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         return self._rider.of_all is not None
 
     def wait(self, seconds: float | None = None) -> None:
-        """Waits for the other ranks'.
+        """Waits for the other ranks' numbers.
 
         Raises:
-            Stopped: a rank did not come.
-            Different: a rank tells none.
+            Stopped: a rank timed out or ended.
+            Different: a rank sends no numbers.
         """
         self.begin()
         assert self._rider.begun is not None
@@ -264,7 +264,7 @@ class Numbers:
 
     @property
     def of_all(self) -> list[list[int]]:
-        """All ranks' numbers, after the wait; also where the ranks tell them with calls that differ."""
+        """All ranks' numbers after the wait, even if they came with calls that differ."""
         return self._rider.of_all or []
 
 
@@ -286,16 +286,16 @@ _START: dict[Callable[..., Any], Callable[..., Exchange]] = {
 
 
 def start(fn: Callable[..., Any], calls: Calls, /, *args: object, **kwargs: object) -> Exchange:
-    """Begins the collective that a function of torch.distributed would begin with these arguments.
+    """Begins the collective of a torch.distributed function with these arguments.
 
     Raises:
-        RuntimeError: it can't be begun with them; the other ranks hear of it.
+        RuntimeError: the arguments are invalid; the other ranks fail too.
     """
     return begun(calls, lambda: _START[fn](calls, *args, **kwargs))
 
 
 def begun(calls: Calls, begin: Callable[[], Exchange]) -> Exchange:
-    """Begins a collective; where this rank can't make it, the others hear of it."""
+    """Begins a collective; if this rank can't, the others fail too."""
     try:
         return below_autograd(begin)
     except Refused as error:
@@ -304,7 +304,7 @@ def begun(calls: Calls, begin: Callable[[], Exchange]) -> Exchange:
 
 
 def cut(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
-    """A tensor's pieces along dim 0, one for each rank; no lengths: equal ones."""
+    """Returns a tensor's pieces along dim 0, one per rank; without lengths, equal pieces."""
     rows = x.shape[0] if x.ndim else 0
     given = list(lengths) or [rows // ranks] * ranks
     if len(given) != ranks or sum(given) != rows:
@@ -313,7 +313,7 @@ def cut(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
 
 
 def pieces(whole: Tensor, part: Tensor, ranks: int) -> list[Tensor]:
-    """The pieces of a tensor in which all ranks' parts lie one after the other; they share its memory."""
+    """Returns views of a tensor's consecutive pieces, one per rank, shaped like `part`."""
     if whole.numel() != ranks * part.numel() or whole.dtype is not part.dtype:
         given = f"{whole.dtype}{list(whole.shape)}"
         raise Refused(f"{given} does not have the parts of {ranks} ranks, each {part.dtype}{list(part.shape)}")
@@ -334,6 +334,7 @@ def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
         return
     kind = _kind(op)
     fn = _COMBINED[kind]
+    # sums of several half-precision tensors are computed in float32, so that they round once
     rounds_once = x.dtype in _HALVES and (len(parts) > 2 or kind == ReduceOp.AVG)
     first, *rest = parts
     if rounds_once or not rest or not x.is_contiguous():
@@ -349,7 +350,7 @@ def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
 
 
 def op_text(op: ReduceKind) -> str:
-    """'SUM' of torch.distributed's ReduceOp.SUM."""
+    """Returns the name of a reduction: 'SUM' for torch.distributed's ReduceOp.SUM."""
     return _name(_kind(op))
 
 
@@ -378,7 +379,7 @@ def _call_of(what: str, *types: tuple[torch.dtype, torch.Size]) -> Call:
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
-    """The bytes at which tensors begin that are posted together."""
+    """Returns the byte offsets of tensors that are posted together."""
     places, at = list[int](), 0
     for x in tensors:
         places.append(at)

@@ -1,4 +1,4 @@
-"""Messages from one rank to another: the receiver finds them by their tags, in the order in which they were sent."""
+"""Messages between two ranks; the receiver matches them by tag, in sending order."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchshard.distributed.memory.segment import below_autograd
 from torchshard.distributed.memory.stream import LETTERS, LETTERS_RING, Board, Different, Ended, Post, Stopped, call_of
 
 PAUSES = (1e-4, 5e-3)
-"""Seconds between two looks for a message of any rank, at first and at last."""
+"""Seconds between polls for a message from any rank: first, and maximum."""
 
 
 class Letters:
-    """The messages of a rank, to and from the others of its group."""
+    """The messages between a rank and the others of its group."""
 
     def __init__(self, board: Board) -> None:
-        """Begins with none."""
+        """Starts without messages."""
         self.board = board
         self._sent = [0] * board.size
         self._seen = [0] * board.size
@@ -27,10 +27,10 @@ class Letters:
         self._awaited = defaultdict[tuple[int, int], deque["Receipt"]](deque)
 
     def send(self, tensor: Tensor, rank: int, tag: int, text: str) -> None:
-        """Posts a message: a copy, so that the tensor may change at once.
+        """Posts a copy of a tensor, so the tensor may change at once.
 
         Raises:
-            Stopped: the receiver has ended, or takes no messages.
+            Stopped: the receiver has ended, or accepts no messages.
         """
         board = self.board
         board.check()
@@ -51,11 +51,11 @@ class Letters:
             time.sleep(PAUSES[0])
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int, text: str) -> Receipt:
-        """Asks for the next message of a tag, after those that were asked for before.
+        """Requests the next message with a tag, after earlier requests.
 
         Args:
-            tensor: takes its data.
-            rank: the sender; None: whoever comes first.
+            tensor: receives the data.
+            rank: the sender; None: any rank.
         """
         self.board.check()
         receipt = Receipt(self, tensor, rank, tag, text)
@@ -65,14 +65,14 @@ class Letters:
         return receipt
 
     def withdraw(self, receipt: Receipt) -> None:
-        """Nobody waits for a message any more; the next one that asks gets it."""
+        """Cancels a request; the next request gets the message."""
         with self.board.lock:
             for awaited in self._awaited.values():
                 if receipt in awaited:
                     awaited.remove(receipt)
 
     def deliver(self) -> None:
-        """Hands the messages that have come to those that asked for them."""
+        """Matches arrived messages with requests."""
         board = self.board
         with board.lock:
             for rank, other in board.others.items():
@@ -86,7 +86,7 @@ class Letters:
                     self._awaited[key].popleft().take(*self._arrived[key].popleft())
 
     def deliver_any(self, receipt: Receipt, tag: int) -> None:
-        """Hands out a message of a tag that nobody has asked for by its sender, if there is one."""
+        """Matches a request for any rank with an arrived message not requested by sender."""
         self.deliver()
         with self.board.lock:
             for rank in self.board.others:
@@ -94,7 +94,7 @@ class Letters:
                     receipt.take(*self._arrived[rank, tag].popleft())
 
     def took(self, rank: int, number: int) -> None:
-        """The memory of a message can be used again."""
+        """Releases the memory of a message."""
         board = self.board
         with board.lock:
             if self._taken[rank].add(number):
@@ -102,17 +102,17 @@ class Letters:
 
 
 class Receipt:
-    """A message that is awaited."""
+    """An awaited message."""
 
     def __init__(self, letters: Letters, tensor: Tensor, rank: int | None, tag: int, text: str) -> None:
-        """Names what is awaited."""
+        """Stores the request."""
         self._letters, self._tensor, self._tag, self._text = letters, tensor, tag, text
         self.rank = rank
         self.is_done = False
         self._failure: Exception | None = None
 
     def take(self, number: int, post: Post) -> None:
-        """Copies the data of the message, which this is."""
+        """Copies the data of the matched message."""
         board, self.rank = self._letters.board, post.rank
         try:
             expected = call_of(self._text)
@@ -126,7 +126,7 @@ class Receipt:
         self.is_done = True
 
     def is_completed(self) -> bool:
-        """Whether the message is there."""
+        """Returns whether the message has arrived."""
         if not self.is_done:
             self._letters.deliver() if self.rank is not None else self._letters.deliver_any(self, self._tag)
         return self.is_done
@@ -135,8 +135,8 @@ class Receipt:
         """Waits for the message.
 
         Raises:
-            Stopped: the sender has ended, or sent nothing in time.
-            Different: it has another size or dtype.
+            Stopped: the sender has ended or timed out.
+            Different: the message has another size or dtype.
         """
         board = self._letters.board
         deadline = time.monotonic() + (board.seconds if seconds is None else seconds)
@@ -147,7 +147,7 @@ class Receipt:
                 count = 0 if rank is None else board.others[rank].words[board.sent(board.rank)]
                 if self.is_completed():
                     break
-                if rank is not None:  # it is none of those counted, which another thread may have delivered
+                if rank is not None:  # another thread may have delivered the counted messages, so wait for one more
                     board.wait(rank, board.sent(board.rank), count + 1, deadline)
                     continue
                 self._check_any(deadline)
@@ -160,7 +160,7 @@ class Receipt:
             raise self._failure
 
     def _check_any(self, deadline: float) -> None:
-        """Raises Stopped if no other rank can send any more, or the time is up."""
+        """Raises Stopped if no other rank can send any more, or on time-out."""
         gone = list[Stopped]()
         board = self._letters.board
         for rank in board.others:

@@ -1,4 +1,4 @@
-"""Which ranges of a rank's segment are taken, and by which posts."""
+"""The allocator of a rank's segment: which ranges are in use, by which posts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ALIGNMENT = 64
-"""Bytes; a cache line."""
+"""In bytes; a cache line."""
 KEPT_BYTES = 1 << 25
-"""A range longer than this goes back to the machine when it is free."""
+"""Free ranges longer than this return their pages to the machine."""
 
 
 def aligned(size: int) -> int:
-    """A number of bytes, rounded up to the alignment."""
+    """Rounds a number of bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -25,10 +25,10 @@ class _Range(NamedTuple):
 
 
 class Regions:
-    """Takes ranges, the lowest that is free first, so that a loop writes to the same pages again and again."""
+    """Allocates the lowest free range, so a loop writes to the same pages again and again."""
 
     def __init__(self, start: int, stop: int, give_back: Callable[[int, int], None]) -> None:
-        """Begins with one free range.
+        """Starts with one free range.
 
         Args:
             give_back: frees the pages of a range.
@@ -37,16 +37,16 @@ class Regions:
         self._taken = list[_Range]()
 
     def take(self, size: int, channel: int, number: int, floor: Callable[[int], int]) -> int:
-        """Takes a range for a post of a channel.
+        """Allocates a range for a post of a channel.
 
         Args:
-            floor: the posts of a channel below this number have been read by all who read them.
+            floor: returns the number of a channel below which all readers have read its posts.
 
         Returns:
             its first byte.
 
         Raises:
-            MemoryError: there is none of this size.
+            MemoryError: no free range is large enough.
         """
         if self._taken:
             self._release(floor)

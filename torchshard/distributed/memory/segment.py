@@ -1,10 +1,11 @@
 """Memory that one process writes and the other processes of its machine read.
 
-Each rank of a group has a segment of its own: an anonymous file (`memfd_create`), which no name in a folder leads to,
-which only processes of the same user can open, and which the kernel frees when the last process that maps it ends,
-however it ends. A rank writes only to its own segment and maps the others' read-only: each segment has one writer.
+Each rank of a group owns a segment: an anonymous file (`memfd_create`). It has no name in any
+folder, only processes of the same user can open it, and the kernel frees it when the last process
+that maps it ends, however it ends. A rank writes only to its own segment and maps the others'
+read-only, so each segment has one writer.
 
-A segment has more addresses than a machine has memory; only pages that were written exist.
+A segment has more addresses than a machine has memory; only written pages exist.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ SEGMENT_BYTES = 1 << 36
 WORD_BYTES = 8
 _TOKEN_BYTES = 16
 FIRST_WORD = _TOKEN_BYTES // WORD_BYTES
-"""The words of a segment begin behind its token."""
+"""The index of the first word after a segment's token."""
 
 SPINS = 1000
-"""So often does a wait look, and let other threads of the machine run, before it sleeps."""
+"""How often a wait polls, yielding to other threads, before it sleeps."""
 SLICE_SECONDS = 0.1
-"""A sleeping wait looks this often whether the other rank still lives."""
+"""How often a sleeping wait checks that the other rank is alive."""
 
 
 def below_autograd(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Calls a function whose ops see tensors as a backend does: as memory, without autograd, subclasses and modes."""
+    """Calls a function with plain tensor ops: no autograd, subclasses or modes."""
     with (
         torch._C._AutoDispatchBelowADInplaceOrView(),
         torch._C.DisableTorchFunctionSubclass(),
@@ -50,12 +51,12 @@ def below_autograd(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Machine(NamedTuple):
-    """What differs between processors."""
+    """Constants of a processor architecture."""
 
     futex: int
-    """The number of the system call."""
+    """The number of the futex system call."""
     membarrier: int | None
-    """That of the call which orders memory; None where processors see each other's stores in their order."""
+    """The number of the membarrier system call; None if stores become visible in order."""
 
 
 _MACHINES = {"x86_64": Machine(202, None), "aarch64": Machine(98, 283)}
@@ -77,7 +78,7 @@ class Gone(RuntimeError):
 
 
 def supported() -> str:
-    """Why this machine has no segments; '' if it has."""
+    """Returns the reason why this machine does not support segments, or ''."""
     if sys.platform != "linux":
         return f"shared memory of ranks needs Linux, this is {sys.platform}"
     missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
@@ -89,42 +90,43 @@ def supported() -> str:
 
 
 class Address(NamedTuple):
-    """By what another process finds a segment."""
+    """The location of a segment for other processes."""
 
     process: int
     descriptor: int
     token: str
-    """A secret that the segment begins with: numbers of processes mean something else in another container."""
+    """A secret at the segment's start: in another container, its number means another process."""
 
 
 class _Mapping:
-    """A segment in this process's addresses."""
+    """A segment in this process's address space."""
 
     def __init__(self, descriptor: int, *, writable: bool) -> None:
         """Maps the file of a descriptor.
 
         Raises:
-            OSError: this process has no room for it.
+            OSError: this process has too little address space.
         """
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.memory = mmap.mmap(descriptor, SEGMENT_BYTES, mmap.MAP_SHARED, access)
+        # otherwise a core dump would include the segment's 64 GiB of addresses
         self.memory.madvise(mmap.MADV_DONTDUMP)
         self.words = memoryview(self.memory).cast("q")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a tensor of memory that can't be written warns; nothing writes to it
+            warnings.simplefilter("ignore")  # a tensor of read-only memory warns; nothing writes to it
             self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
         self._tensors = dict[tuple[int, torch.dtype, torch.Size], Tensor]()
         self._pointers = dict[int, ctypes.c_void_p]()
 
     def pointer(self, word: int) -> ctypes.c_void_p:
-        """The address of a word, as a system call takes it."""
+        """Returns a word's address for a system call."""
         if word not in self._pointers:
             self._pointers[word] = ctypes.c_void_p(self.address + word * WORD_BYTES)
         return self._pointers[word]
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """The tensor that lies, contiguous, at an offset."""
+        """Returns the contiguous tensor at an offset."""
         key = (offset, dtype, shape)
         found = self._tensors.get(key)
         if found is None:
@@ -139,10 +141,10 @@ class OwnSegment(_Mapping):
     """A segment that this process writes."""
 
     def __init__(self) -> None:
-        """Makes an empty one.
+        """Creates an empty segment.
 
         Raises:
-            Unreachable: this machine, or this process's limits, allow none.
+            Unreachable: this machine, or this process's limits, forbid it.
         """
         if reason := supported():
             raise Unreachable(reason)
@@ -162,18 +164,18 @@ class OwnSegment(_Mapping):
             _syscall(self._barrier, _REGISTER_GLOBAL_EXPEDITED, 0, 0)
 
     def set(self, word: int, number: int) -> None:
-        """Sets a word, after all reads and writes before it: who sees the number sees those done."""
+        """Sets a word; a process that sees the number sees all earlier reads and writes done."""
         if self._barrier is not None:
             _syscall(self._barrier, _GLOBAL_EXPEDITED, 0, 0)
         self.words[word] = number
 
     def publish(self, word: int, number: int) -> None:
-        """As `set`, and wakes the processes that wait for the word."""
+        """Sets a word in order, and wakes the processes that wait for it."""
         self.set(word, number)
         self.wake(word)
 
     def wake(self, word: int) -> None:
-        """Wakes the processes that wait for a word, whatever it says."""
+        """Wakes the processes that wait for a word, without changing it."""
         _syscall(self._futex, self.pointer(word), _FUTEX_WAKE, _EVERYONE)
 
     def give_back(self, start: int, stop: int) -> None:
@@ -191,7 +193,7 @@ class OtherSegment(_Mapping):
         """Maps the segment at an address.
 
         Raises:
-            Unreachable: this process can't open it: it is on another machine, in another container, or of another user.
+            Unreachable: it belongs to another machine, container or user.
         """
         where = f"/proc/{address.process}/fd/{address.descriptor}"
         if reason := supported():
@@ -213,7 +215,7 @@ class OtherSegment(_Mapping):
         self._futex = _MACHINES[platform.machine()].futex
 
     def check_alive(self) -> None:
-        """Checks that the process that writes still runs.
+        """Checks that the writing process still runs.
 
         Raises:
             Gone: it has ended.
@@ -225,12 +227,12 @@ class OtherSegment(_Mapping):
         """Waits until a word is at least a number.
 
         Args:
-            deadline: as `time.monotonic` counts.
+            deadline: on the clock of `time.monotonic`.
             interrupted: called before each sleep; raises to end the wait.
 
         Raises:
-            Gone: the process that writes has ended.
-            TimeoutError: the time was up.
+            Gone: the writing process has ended.
+            TimeoutError: the deadline has passed.
         """
         words = self.words
         for _ in range(SPINS):
@@ -246,13 +248,13 @@ class OtherSegment(_Mapping):
                 if left <= 0:
                     raise TimeoutError("the time was up")
             except Exception:
-                if words[word] >= number:  # it came just before
+                if words[word] >= number:  # the number arrived just before the failure
                     return
                 raise
             self._sleep(word, seen, min(left, SLICE_SECONDS))
 
     def _sleep(self, word: int, seen: int, seconds: float) -> None:
-        """Sleeps, unless the word has changed, until it does or the time is up."""
+        """Sleeps until the word changes or the time is up; returns at once if it has changed."""
         time_out = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         expected = ctypes.c_uint32(seen & 0xFFFFFFFF)  # a futex is the lower half of a word
         _syscall(self._futex, self.pointer(word), _FUTEX_WAIT, expected, ctypes.byref(time_out), None, 0)

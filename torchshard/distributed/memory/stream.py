@@ -1,9 +1,10 @@
-"""The calls of a group, in order: what each rank posts for a call, and who has read it.
+"""The numbered calls of a group: each rank's posts, and which ranks have read them.
 
-Every rank numbers its calls. A post is a header (what the rank is doing, by a digest and a text), and the data that it
-sends; it lies in the rank's own segment until all others have read it. To begin a call is to copy and to publish the
-number, and never waits; to end it is to wait for the others' posts of this number, to compare headers and to read. So a
-wait depends on nothing but the others having begun the same call, and calls may end in any order.
+Every rank numbers its calls. A post is a header (the rank's call, as a digest and a text) and its
+data; it stays in the rank's own segment until all others have read it. Beginning a call copies the
+data and publishes the number, and never waits; ending it waits for the others' posts of this
+number, compares headers and reads. So a wait depends only on the other ranks beginning the same
+call, and calls may end in any order.
 """
 
 from __future__ import annotations
@@ -32,40 +33,41 @@ from torchshard.distributed.memory.segment import (
 
 PER_LINE = ALIGNMENT // WORD_BYTES
 RING = 1024
-"""The most calls of a group that may be under way at once."""
+"""The maximum number of a group's calls under way."""
 LETTERS_RING = 1 << 15
-"""The most messages from one rank to another that may be under way at once."""
+"""The maximum number of messages under way from one rank to another."""
 MAX_TEXT = 2048
 HEADER_WORDS = 4
-"""Of a post: the digest, the bytes of its text, how many values it has, how many numbers of a rider."""
+"""In a post: digest, bytes of text, number of values, number of rider numbers."""
 
+# Counters are a cache line apart, so polling one does not contend with writes to another.
 POSTED = FIRST_WORD + PER_LINE
-"""The word that says how many calls this rank has begun."""
+"""The word with the number of calls that this rank has begun."""
 READ = POSTED + PER_LINE
-"""The word below which this rank has ended all calls."""
+"""The word with the number below which this rank has ended all calls."""
 GIVEN_UP = READ + PER_LINE
-"""The word that says which call this rank has given up, plus one; then all following ones fail."""
+"""The word with one plus the call that this rank has given up; later calls fail too."""
 REASON = GIVEN_UP + 1
-"""The byte at which the post begins that says why."""
+"""The word with the byte offset of the post that gives the reason."""
 INDEX = GIVEN_UP + PER_LINE
-"""The words that say where the posts of the latest calls begin."""
+"""The words with the byte offsets of the latest calls' posts."""
 LINES = INDEX + RING
-"""The words that count messages begin here, each in a line of its own."""
+"""The first of the words that count messages, each in its own cache line."""
 
 
 CALLS, LETTERS, NOTE = 0, 1, -1
-"""The channels of posts: the calls; the messages to rank 0, and so on; why this rank has given up."""
+"""The channels of posts: calls; messages, LETTERS + rank; the reason for giving up."""
 
 
 class Call(NamedTuple):
-    """What a rank does, as its post says it."""
+    """A rank's call, as posted."""
 
     digest: int
     text: bytes
-    """For errors: the call, and behind a line break from where."""
+    """For errors: the call and, after a line break, its call site."""
 
     def described(self, by: Sequence[Call]) -> Call:
-        """This call, by what a caller says of it, and of calls before it that sent nothing."""
+        """Returns this call with the texts of its caller and of calls before that sent nothing."""
         parts = [call.text.partition(b"\n") for call in by]
         text = b"; then ".join([part[0] for part in parts])
         site = next((part[2] for part in parts[::-1] if part[2]), b"")
@@ -74,7 +76,7 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def call_of(text: str) -> Call:
-    """A call that is the same as another one if the first line of its text is."""
+    """Returns a call, identified by the first line of its text."""
     encoded = text.encode(errors="replace")
     return Call(zlib.crc32(encoded.partition(b"\n")[0]), encoded[:MAX_TEXT])
 
@@ -84,22 +86,22 @@ class Post(NamedTuple):
 
     rank: int
     start: int
-    """The byte of its segment at which the post begins."""
+    """The post's first byte in its rank's segment."""
     digest: int
     text_size: int
     values: list[int]
-    """Numbers of its own."""
+    """Numbers of its rank."""
     riding: list[int]
-    """Those of a rider."""
+    """Numbers of a rider."""
 
     @property
     def data(self) -> int:
-        """The byte of its segment at which the data begin."""
+        """The data's first byte in its rank's segment."""
         return self.start + aligned(self.text + self.text_size)
 
     @property
     def text(self) -> int:
-        """The byte of the post at which the text begins."""
+        """The text's first byte in the post."""
         return (HEADER_WORDS + len(self.values) + len(self.riding)) * WORD_BYTES
 
 
@@ -107,18 +109,18 @@ class Different(RuntimeError):
     """The ranks' calls of one number differ."""
 
     def __init__(self, calls: dict[int, Call]) -> None:
-        """Says what each rank does."""
+        """Stores each rank's call."""
         texts = "; ".join(f"rank {rank}: {call.text.decode(errors='replace')}" for rank, call in calls.items())
         super().__init__(f"the ranks make different calls: {texts}")
         self.calls = calls
 
 
 class Refused(RuntimeError):
-    """This rank can't make a call with these tensors; the others hear of it."""
+    """This rank can't make a call with these tensors; the other ranks fail too."""
 
 
 class Stopped(RuntimeError):
-    """A rank has given up, has ended, or did not come in time; the group can't be used any more."""
+    """A rank has given up, ended, or timed out; the group is unusable."""
 
     def __init__(self, rank: int, why: str) -> None:
         """Names the rank."""
@@ -127,13 +129,13 @@ class Stopped(RuntimeError):
 
 
 class Board:
-    """A rank's segment and the others' of its group: where posts are written and read."""
+    """The segments of a group: where posts are written and read."""
 
     def __init__(self, own: OwnSegment, others: dict[int, OtherSegment], rank: int, seconds: float) -> None:
-        """Takes the segments of a group.
+        """Stores the segments of a group.
 
         Args:
-            seconds: how long a wait lasts at most.
+            seconds: the default time-out of waits.
         """
         self.own, self.others, self.rank, self.size, self.seconds = own, others, rank, len(others) + 1, seconds
         self._regions = Regions(aligned(self.letter(self.size, 0) * WORD_BYTES), SEGMENT_BYTES, own.give_back)
@@ -142,7 +144,7 @@ class Board:
         self._process = os.getpid()
 
     def is_fork(self) -> bool:
-        """Whether this process is a fork of the rank."""
+        """Returns whether this process is a fork of the rank."""
         return os.getpid() != self._process
 
     def check(self) -> None:
@@ -150,7 +152,7 @@ class Board:
 
         Raises:
             Stopped: a call was given up before.
-            RuntimeError: it is a fork of the rank.
+            RuntimeError: this process is a fork of the rank.
         """
         if self.is_fork():
             raise RuntimeError("this process is a fork of a rank, and no rank itself: it can't communicate")
@@ -185,11 +187,11 @@ class Board:
         """Writes a post, the `number`th of its channel.
 
         Args:
-            sent: the data, one after the other, each aligned.
+            sent: the data, stored consecutively, each aligned.
             riding: the numbers of a rider.
 
         Returns:
-            the byte at which it begins.
+            its first byte.
         """
         text = call.text[:MAX_TEXT]
         text_at = (HEADER_WORDS + len(values) + len(riding)) * WORD_BYTES
@@ -219,31 +221,31 @@ class Board:
         return Post(rank, start, digest, text_size, numbers[:count], numbers[count:])
 
     def call(self, post: Post) -> Call:
-        """The call that a post belongs to, as its rank describes it."""
+        """Returns the call of a post, as its rank describes it."""
         start = post.start + post.text
         return Call(post.digest, self.segment(post.rank).memory[start : start + post.text_size])
 
     def reason(self, rank: int) -> str:
-        """Why a rank has given up."""
+        """Returns the reason why a rank has given up."""
         return self.call(self.read(rank, self.segment(rank).words[REASON])).text.decode(errors="replace")
 
     def data(self, post: Post, dtype: torch.dtype, shape: torch.Size, skipped: int = 0) -> Tensor:
-        """A post's data as a tensor, which nothing may write to.
+        """Returns a post's data as a read-only tensor.
 
         Args:
-            skipped: bytes of the data in front of it.
+            skipped: the number of data bytes before it.
         """
         return self.segment(post.rank).tensor(post.data + skipped, dtype, shape)
 
     def segment(self, rank: int) -> OwnSegment | OtherSegment:
-        """The segment of a rank."""
+        """Returns the segment of a rank."""
         return self.own if rank == self.rank else self.others[rank]
 
     def wait(self, rank: int, word: int, number: int, deadline: float) -> None:
         """Waits until a word of another rank's segment is at least a number.
 
         Raises:
-            Stopped: it never will be.
+            Stopped: the rank has ended, given up, or timed out.
         """
         try:
             self.others[rank].wait(word, number, deadline, lambda: self.check_other(rank))
@@ -251,7 +253,7 @@ class Board:
             raise Stopped(rank, str(error)) from None
 
     def read_by_all(self) -> int:
-        """The calls below this number have been read by all ranks: this one reads its own posts, too."""
+        """Returns the number below which all ranks, with this one, have read all posts."""
         return min(segment.words[READ] for segment in (self.own, *self.others.values()))
 
     def _floor(self, channel: int) -> int:
@@ -262,15 +264,15 @@ class Board:
         return self.others[channel - LETTERS].words[self.taken(self.rank)]
 
     def sent(self, rank: int) -> int:
-        """The word of a segment that says how many messages its owner has sent to a rank."""
+        """Returns the word that counts a segment owner's messages to a rank."""
         return LINES + rank * PER_LINE
 
     def taken(self, rank: int) -> int:
-        """The word below which its owner has taken all messages of a rank."""
+        """Returns the word with the number below which the owner has received a rank's messages."""
         return LINES + (self.size + rank) * PER_LINE
 
     def letter(self, rank: int, number: int) -> int:
-        """The word that says where a message to a rank begins."""
+        """Returns the word with the byte offset of a message to a rank."""
         return LINES + 2 * self.size * PER_LINE + rank * LETTERS_RING + number % LETTERS_RING
 
     def close(self, number: int) -> None:
@@ -280,7 +282,7 @@ class Board:
             self.give_up(number, "it has ended the group")
 
     def give_up(self, number: int, why: str) -> None:
-        """Tells the others that this rank ends none of the calls from a number on; the first time that it is called."""
+        """Announces that this rank won't end calls from a number on; only the first time counts."""
         if self.own.words[GIVEN_UP] or self.is_fork():
             return
         with self.lock:
@@ -292,10 +294,10 @@ class Board:
 
 
 class Ended:
-    """Numbers that end in any order."""
+    """A set of numbers that end in any order."""
 
     def __init__(self) -> None:
-        """Begins with none."""
+        """Starts empty."""
         self.below = 0
         """All numbers below it have ended."""
         self._later = set[int]()
@@ -313,18 +315,18 @@ class Ended:
 
 
 class Rider:
-    """Numbers that the ranks tell each other with their next posts, whatever these are."""
+    """Numbers that ranks exchange with their next posts, whatever the calls are."""
 
     def __init__(self, call: Call, own: Sequence[int]) -> None:
-        """Says what for, and this rank's numbers."""
+        """Stores the purpose and this rank's numbers."""
         self.call, self.numbers = call, (call.digest, *own)
         self.begun: Begun | None = None
-        """The call that it goes with."""
+        """The call that carries them."""
         self.of_all: list[list[int]] | None = None
-        """All ranks' numbers, when these are there; also where the ranks' posts differ in all but this."""
+        """All ranks' numbers after their arrival, even if the rest of the posts differs."""
 
     def take(self, posts: Sequence[Post]) -> None:
-        """Takes the numbers of all ranks, if all tell them for the same."""
+        """Stores all ranks' numbers, if all have the same purpose."""
         if all(post.riding[:1] == [self.call.digest] for post in posts):
             self.of_all = [post.riding[1:] for post in posts]
 
@@ -335,16 +337,24 @@ class Begun:
     def __init__(
         self, calls: Calls, number: int, call: Call, finish: Callable[[list[Post]], None], rider: Rider | None
     ) -> None:
-        """Names it; `finish` makes the result of all ranks' posts, and may be called again if it is interrupted."""
+        """Stores the call.
+
+        Args:
+            finish: computes the result from all ranks' posts; runs again if it was interrupted.
+        """
         self._calls, self.number, self._call, self._finish, self._rider = calls, number, call, finish, rider
         self._lock = threading.Lock()
         self.is_done = False
         self.failure: Exception | None = None
         self.is_dropped = False
-        """Whether nobody can wait for it any more."""
+        """Whether its `Exchange` was dropped, so it can't be waited for."""
 
     def end(self, seconds: float | None = None, *, blocking: bool = True) -> None:
-        """Ends it, unless another thread does so; with `blocking` it waits for the other ranks, or for that thread."""
+        """Ends it, unless another thread does.
+
+        Args:
+            blocking: waits for the other ranks, or for that thread.
+        """
         if not self._lock.acquire(blocking=blocking):
             return
         try:
@@ -377,7 +387,7 @@ class Calls:
     """The calls that all ranks of a group make, in one order."""
 
     def __init__(self, board: Board) -> None:
-        """Begins with none."""
+        """Starts without calls."""
         self.board = board
         self.begun = 0
         self._ended = Ended()
@@ -386,21 +396,21 @@ class Calls:
         self.rider: Rider | None = None
         """The numbers to send with the next call."""
         self.untold = list[Exception]()
-        """Why calls have failed for which nobody waited."""
+        """The errors of dropped calls, to be raised by a later wait."""
         self.others = list[Callable[[], None]]()
-        """What else goes on while calls are waited for."""
+        """Other work that runs while a wait ends complete calls."""
 
     def note(self, call: Call) -> None:
-        """Says more of the next call: the ranks compare it, too, and errors show it instead."""
+        """Describes the next call: ranks compare the description too, and errors show it."""
         self._noted.append(call)
 
     def begin(
         self, call: Call, sent: Sequence[Tensor], finish: Callable[[list[Post]], None], values: Sequence[int] = ()
     ) -> Begun:
-        """Posts this rank's part of the next call.
+        """Posts this rank's data for the next call.
 
         Raises:
-            Stopped: another call was given up.
+            Stopped: an earlier call was given up.
             RuntimeError: too many calls are under way, or this process is a fork of the rank.
         """
         board, own = self.board, self.board.own
@@ -408,7 +418,7 @@ class Calls:
         with board.lock:
             number = self.begun
             if number >= RING and number - board.read_by_all() >= RING:
-                self.end_complete()
+                self.end_complete()  # complete calls that were not waited for still occupy the ring
             if number >= RING and number - board.read_by_all() >= RING:
                 raise RuntimeError(f"{RING} calls are under way and have not been waited for")
             rider, self.rider = self.rider, None
@@ -426,15 +436,15 @@ class Calls:
         return begun
 
     def refuse(self, why: str) -> None:
-        """Tells the others that this rank can't make the next call."""
+        """Announces that this rank can't make the next call."""
         self.end(self.begin(call_of(f"refused: {why}"), (), _nothing).number)
 
     def is_complete(self, number: int) -> bool:
-        """Whether all ranks have begun a call."""
+        """Returns whether all ranks have begun a call."""
         return all(other.words[POSTED] > number for other in self.board.others.values())
 
     def posts(self, number: int, call: Call, seconds: float | None = None) -> list[Post]:
-        """Waits until all ranks have begun a call; returns what they have posted, in their order.
+        """Waits until all ranks have begun a call; returns their posts by rank.
 
         Raises:
             Stopped: a rank did not begin it.
@@ -453,14 +463,14 @@ class Calls:
         return posts
 
     def end(self, number: int) -> None:
-        """This rank has read what it needs of a call."""
+        """Records that this rank has finished reading a call."""
         with self.board.lock:
             self._open.pop(number, None)
             if self._ended.add(number):
                 self.board.own.set(READ, self._ended.below)
 
     def end_complete(self) -> None:
-        """Ends what all ranks have begun, whether somebody waits for it or not, as a backend with threads does."""
+        """Ends calls that all ranks have begun, waited for or not, like a threaded backend."""
         with self.board.lock:
             begun = list(self._open.values())
         for each in begun:
