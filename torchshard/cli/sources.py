@@ -164,6 +164,7 @@ _FACTORY = "a function that returns `model, (x,)` or `model, (x,), {'mask': mask
 def _from_factory(name: str, real: bool) -> Source:
     module, _, attribute = name.partition(":")
     folder = os.getcwd()
+    # a console script does not find modules in the current folder by itself
     sys.path.insert(0, folder)
     try:
         factory = getattr(importlib.import_module(module), attribute)
