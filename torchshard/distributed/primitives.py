@@ -1,7 +1,7 @@
 """`torch.distributed`'s primitives on the model-parallel group; `src` and `dst` are ranks in it.
 
-Unlike in `torch.distributed`, each has a gradient: the primitive in the other direction. A rank in a
-forward must also take part in the backward. Inputs may be non-contiguous. If a tensor requires no
+Unlike in `torch.distributed`, each has a gradient: the primitive in the other direction. A rank in
+a forward must also take part in the backward. Inputs may be non-contiguous. If a tensor requires no
 gradient, or under `torch.no_grad`, a call fills the same tensors as `torch.distributed` does, and
 returns them. Outside any group, a call behaves as in a group of one.
 """

@@ -1,7 +1,7 @@
 """Chooses the values that backward gathers again instead of saving them.
 
 Slices of a split sequence are gathered before a product with a weight, and the weight's gradient
-needs the gathered value. Saving it would take as much memory as an unsplit sequence, so each rank
+needs the gathered value. Saving it would cost the memory of an unsplit sequence, so each rank
 saves its slice and backward gathers again, as in Megatron-LM (V. Korthikanti et al., Reducing
 Activation Recomputation in Large Transformer Models, 2022, 4.2). Weights stored as slices are
 gathered again too (S. Rajbhandari et al., ZeRO, 2020, 5.3; FSDP2's `reshard_after_forward`), unless
@@ -22,7 +22,7 @@ from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, *CONVOLUTIONS}
-"""Ops that multiply their first two operands, so one's gradient needs the other. A bias is added."""
+"""Ops that multiply their first two operands: one's gradient needs the other. A bias is added."""
 
 
 def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozenset[int]:

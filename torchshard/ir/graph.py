@@ -285,7 +285,7 @@ def multiples_of(graph: fx.Graph) -> frozenset[sympy.Expr]:
 def node_row(node: fx.Node) -> Row | None:
     """Returns the row of an op node.
 
-    None if the op has no rule, or sparse operands or results, which rules can't split. The row is
+    None if rules don't support the op, or can't split its sparse operands or results. The row is
     stored in the node, because the operands' global shapes never change.
     """
     if "row" not in node.meta:

@@ -270,7 +270,7 @@ def parallel_cross_entropy(
         InputError: `dim` or `reduction` is invalid.
         DistributedError: the ranks' calls differ.
 
-    Source: Megatron's `vocab_parallel_cross_entropy`, which has neither `weight` nor `ignore_index`.
+    Source: Megatron's `vocab_parallel_cross_entropy`, without `weight` and `ignore_index`.
     """
     group, options = own_group(), _LossOptions(reduction, ignore_index, label_smoothing)
     if dim is None or group.size == 1:
