@@ -1,24 +1,26 @@
-"""The pipeline from a captured graph to the graph that one rank runs. Each pass is a file; `verify` checks its result.
+"""The pipeline from a captured graph to the graph that one rank runs.
+
+Each pass is a file; `verify` checks its result.
 
 normalize   -> fewer kinds of nodes
 carry       -> values that stay split between two calls
-own_order   -> rows that are sorted and put back, which ranks that divide the batch sort for themselves
-to_experts  -> or which they send to the ranks that have their experts
+own_order   -> sorted rows (mixtures of experts): data-parallel ranks sort their own
+to_experts  -> or rows sent to the ranks that own their experts
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
-localize    -> this rank's sizes; of several mesh axes, for_next_axis makes it whole again to be split over the next
-segments    -> parts that end where a result is used for another
-record      -> each layer's forward and backward, of equal ones once
+localize    -> this rank's sizes; with several mesh axes, `for_next_axis` prepares the next split
+segments    -> segments that end where a result feeds another one
+record      -> forward and backward of each layer; equal layers are recorded once
 differentiate -> forward and backward in one graph
 widen       -> gradients of casts summed in the parameters' dtype
-unsummed    -> or, where their sums come later, a rank's own parts of them
+unsummed    -> or, if the sums come later, this rank's own partial gradients
 bucket      -> small gradients of a layer in one message
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
-direct      -> functions that take least time to call
+direct      -> the functions that are cheapest to call
 lower       -> or, for compilers, PyTorch's functional collectives
-materialize -> this rank's slices of the parameters; it lives in `weights`, because it changes tensors and no graph
+materialize -> this rank's slices of the parameters; in `weights`: it changes tensors, not graphs
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ __all__ = [
 
 
 def rewrite(module: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
-    """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank."""
+    """Inserts the plan's collectives into a copy of the normalized graph, for any rank."""
     module.meta.setdefault("recordings", {})  # one for all plans of a captured graph, freed with it
     rewritten = duplicate(module)
     rewritten.meta["axis"] = plan.axis
@@ -81,8 +83,8 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
     """Gives a copy of the rewritten graph one rank's sizes.
 
     Args:
-        seen: results of ops on fake values, shared between ranks because most of their shapes are equal; new ones are
-            added.
+        seen: cached results of ops on fake values; new ones are added. The ranks share one cache,
+            because most of their shapes are equal.
     """
     local, seen = duplicate(module), Seen() if seen is None else seen
     localize(local, coordinate, seen)
@@ -100,9 +102,10 @@ def step_graphs(
     """The forward and the backward graph of one rank, from a segment of its localized graph.
 
     Args:
-        given: for which results backward is given gradients; None for all that have one.
+        given: for each result, whether backward receives its gradient; by default every result that
+            has one.
         unsummed: the groups over which gradients of parameters are not summed.
-        kept: what the forward saves for the gradients of all results, by name.
+        kept: names of the values that the forward saves for the backward of all results.
     """
     joint = differentiate(local, given)
     verify(joint, "joint", after="differentiate")

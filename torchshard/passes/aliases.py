@@ -1,7 +1,8 @@
-"""The views of a graph's values: which node holds a value now, and how a write through a view reaches its base.
+"""Tracks views: the current node of each value, and how a write through a view reaches its base.
 
-`functionalize` replaces one write after the other. Between two writes it asks here for the current node of each value:
-a view is recomputed after a write to its base, and the inverse of a view propagates a write to the base.
+`functionalize` replaces one write after the other, and asks here for the current node of each value
+in between: a view is recomputed after a write to its base, and the inverse of a view propagates a
+write to the base.
 
     y = slice(x, 1, 0, 1); add_(y, 1)       ->      x_1 = slice_scatter(x, add, 1, 0, 1)
 """
@@ -28,7 +29,7 @@ SAME_VALUES = {
     aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device,
     aten.to.dtype_layout, aten.to.other, aten.type_as.default,
 }  # fmt: skip
-"""Ops that return their operand itself if they have nothing to do; only then are they views."""
+"""Ops that return their operand itself when they would change nothing; only then are they views."""
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten.view_as.default,
@@ -37,13 +38,13 @@ _RESHAPES = {
 
 @dataclass
 class Aliases:
-    """The views of each value, and the node that holds each value after the writes so far."""
+    """The views of each value, and its current node after the writes so far."""
 
     module: fx.GraphModule
     base_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """View -> the value that it is a view of. An in-place op is a view of the tensor that it writes to."""
     latest: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Node of the original graph -> the node that holds its value now; no entry: the node itself."""
+    """Node of the original graph -> the current node of its value, by default the node itself."""
     version: dict[fx.Node, int] = field(default_factory=dict)
     """Root -> the number of writes to it and its views."""
     seen_version: dict[fx.Node, int] = field(default_factory=dict)
@@ -72,7 +73,7 @@ class Aliases:
         return node
 
     def current(self, node: fx.Node) -> fx.Node:
-        """The node that holds this value now; recomputes a view if its base has been written to since."""
+        """Returns the current node of a value; recomputes a view if its base was written since."""
         version = self.version.get(self.root(node), 0)
         if self.seen_version.get(node, 0) == version:
             return self.latest.get(node, node)
@@ -86,7 +87,7 @@ class Aliases:
         return self.latest.get(node, node)
 
     def note_view(self, node: fx.Node) -> None:
-        """Records a view: a result that shares the storage of the first operand, as that of `to` or `reshape` may."""
+        """Records a view: a result that shares the storage of the first operand, as `to` may."""
         source = node.args[0] if node.args else None
         if node.op != "call_function" or not is_tensor(node) or not isinstance(source, fx.Node):
             return
@@ -95,12 +96,12 @@ class Aliases:
             self.seen_version[node] = self.version.get(self.root(source), 0)
 
     def note_written(self, node: fx.Node, target: fx.Node) -> None:
-        """Records the result of an in-place op: the tensor that it has written to."""
+        """Records the result of an in-place op as an alias of the tensor that the op wrote."""
         self.base_of[node] = target
         self.latest[node], self.seen_version[node] = self.current(target), self.version[self.root(target)]
 
     def write(self, node: fx.Node, value: fx.Node) -> None:
-        """Records that `node` now holds `value`, and propagates the write to the base of the view."""
+        """Makes `value` the current value of `node`; propagates the write to the base of a view."""
         if node in self.base_of:
             base = self.base_of[node]
             base_value = value if _is_written(node) else self._base_value(node, self.current(base), value)
@@ -134,12 +135,15 @@ def _wants_grad(node: fx.Node, inputs_want: Mapping[fx.Node, bool]) -> bool:
 
 
 def is_copied_constant(node: fx.Node) -> bool:
-    """A constant that each call copies first; export's fake values claim that the copy shares its storage."""
+    """Whether a node is a constant that each call copies first.
+
+    Export's fake values claim that the copy shares the constant's storage.
+    """
     return node.op == "placeholder" and all(user.target is aten.lift_fresh_copy.default for user in node.users)
 
 
 def storage(node: fx.Node) -> int:
-    """A number for the memory of a value; export's fake tensors share it as the real ones do."""
+    """An id of a value's memory; export's fake tensors share storage exactly as the real ones do."""
     value = node.meta["val"]
     if value.layout == torch.sparse_coo:
         value = value._values()
@@ -149,7 +153,7 @@ def storage(node: fx.Node) -> int:
 
 
 def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
-    """The value of `base` after `value` is written to the view of it."""
+    """The value of `base` after `value` is written to its view."""
     target, args = view.target, bound_args(view)
     if target in _SCATTERS:
         return _scattered(module, view, base, value)
@@ -182,13 +186,13 @@ _SCATTERS: Mapping[Target, Target] = {
     aten.select.int: aten.select_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
-"""View of a part -> the op that writes a part."""
+"""View -> the op that scatters a value into the viewed part."""
 
 
 def _scattered(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
-    """The base with the value in the viewed part; a complex one by its real numbers.
+    """The base with `value` in the viewed part; complex tensors are scattered as real numbers.
 
-    PyTorch has no derivative of `slice_scatter` and `select_scatter` of complex numbers (2.13).
+    PyTorch 2.13 can't differentiate `slice_scatter` and `select_scatter` of complex numbers.
     """
     scatter, places = _SCATTERS[view.target], list(bound_args(view).values())[1:]
     if not base.meta["val"].is_complex() or scatter is aten.diagonal_scatter.default:
@@ -210,7 +214,7 @@ def refused(
     why: str,
     attempt: str = "the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
 ) -> CaptureError:
-    """The error for an in-place op that has no functional form here."""
+    """The error for an in-place op without a functional form here."""
     return CaptureError(
         "an in-place op of the model can't be made part of a graph without side effects",
         where=where(node),

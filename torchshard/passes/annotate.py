@@ -24,11 +24,11 @@ from torchshard.plans.data import AxisPlan
 
 
 def annotate(module: fx.GraphModule, plan: AxisPlan) -> bool:
-    """Sets meta 'layouts', 'choice', 'row' and 'recompute'; always returns that the graph has changed.
+    """Sets meta 'layouts', 'choice', 'row' and 'recompute'; always returns True.
 
     Raises:
-        PlanError: the plan has no choice for an op, or one that is not legal for it; or it splits an attention whose
-            dropout a GPU's fused kernel draws.
+        PlanError: the plan lacks a choice for an op or has an illegal one, or it splits an
+            attention with dropout that a GPU's fused kernel draws.
     """
     layouts = plan.layouts
     for node in module.graph.nodes:
@@ -52,7 +52,10 @@ def annotate(module: fx.GraphModule, plan: AxisPlan) -> bool:
 
 
 def _refuse_fused_masks(node: fx.Node) -> None:
-    """A fused attention on a GPU draws its dropout in an order of its own, which no part of it can repeat."""
+    """Refuses split attention with dropout from a GPU's fused kernel.
+
+    The kernel draws in an order of its own, which a rank with part of the heads can't repeat.
+    """
     if node.target is not torch.ops.aten.scaled_dot_product_attention.default or not node.meta["choice"].axes:
         return
     value, fused = node.meta["val"], torch.backends.cuda
@@ -69,7 +72,7 @@ def _refuse_fused_masks(node: fx.Node) -> None:
 
 
 def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:
-    """The choices that a row allows, with the parts of the planned choice: a row alone does not list uneven parts."""
+    """The choices of a row, with the parts of the planned choice: a row does not list uneven parts."""
     if row is None:
         return [whole_choice(node)]
     layouts, rows = (*planned.operands, *planned.results), (*row.operands, *row.results)
@@ -81,7 +84,7 @@ def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choic
 
 
 def serves(value: fx.Node, required: Layout) -> bool:
-    """Whether an op that requires a layout may take a value as it is: what needs no gradient is whole in R and in I."""
+    """Whether an op may take a value as it is; without a gradient, R and I are interchangeable."""
     held = layout_of(value)
     return held == required or (not value.meta.get("needs_grad") and is_whole(held) and is_whole(required))
 
@@ -90,7 +93,7 @@ def planned_choice(node: fx.Node, plan: AxisPlan) -> Choice:
     """The plan's choice for an op.
 
     Raises:
-        PlanError: the plan has no choice for the op, or one that is not legal.
+        PlanError: the plan lacks a choice for the op, or has an illegal one.
     """
     row, planned = node_row(node), plan.choices.get(node.name)
     if planned is None:

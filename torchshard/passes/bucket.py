@@ -1,15 +1,15 @@
-"""Gathers small weights of a layer, and sums gradients of its parameters, in one message each (see `ir.buckets`).
+"""Gathers a layer's small weights, and sums small gradients, in one message each (`ir.buckets`).
 
     before    reduce = reduce(grad_weight);  reduce_1 = reduce(grad_bias)
     after     cat = cat([grad_weight, grad_bias]);  reduce = reduce(cat);  split = split_with_sizes(reduce, [16, 16])
 
-A slice of rows is a slice of each part of what lies one behind the other, so that what one conversion does for several
-tensors, it does for that one:
+Slicing rows and concatenating commute: a slice of rows of a concatenation is the concatenation of
+the slices. So one conversion of the concatenation replaces the conversions of several tensors:
 
     before    q = all_gather(q_slice, 0, [4, 1]);  k = all_gather(k_slice, 0, [4, 1])            rows of 8
     after     both = all_gather(cat, 0, [4, 8, 4, 8]);  split = split_with_sizes(both, [32, 32]);  q = view(...)
 
-Each gradient has memory of its own afterwards: users may keep one, or change it in place.
+Each gradient gets memory of its own afterwards: users may keep one, or change it in place.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SCATTER = torch.ops.torchshard.reduce_scatter.default
 
 
 class _Message(NamedTuple):
-    """What must be equal for collectives to be one."""
+    """The key of a message: collectives with equal keys are joined."""
 
     of: Bucket
     op: object
     group: Argument
     again: bool
-    """Whether backward runs it again."""
+    """Whether the backward repeats the collective."""
     region: Argument
-    """The region that is computed again, that they belong to."""
+    """The recomputed region (`recompute`) that the collectives belong to."""
 
 
 def bucket(joint: fx.GraphModule) -> bool:
-    """Joins the collectives of small parameters in a joint graph; returns whether there were any to join."""
+    """Joins the collectives of small parameters in a joint graph; returns whether it changed."""
     known = {node.name: node for node in joint.graph.nodes}
     buckets: dict[_Message, list[fx.Node]] = defaultdict(list)
     for node in joint.graph.nodes:
@@ -75,7 +75,7 @@ def _bucket(node: fx.Node, known: dict[str, fx.Node]) -> Bucket | None:
 
 
 def _of_slices(value: fx.Node) -> Bucket | None:
-    """The bucket of a parameter that is gathered, whichever axis of the mesh its slices are over."""
+    """The bucket of a parameter that is gathered, over any mesh axis."""
     of = bucket_of(value)
     if of is None or of.gathered is not None:
         return of
@@ -83,9 +83,9 @@ def _of_slices(value: fx.Node) -> Bucket | None:
 
 
 def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) -> None:
-    """Puts one collective in place of several: of those that gather where the first stands, else the last."""
+    """Replaces several collectives by one: gathers at the place of the first, sums at the last."""
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
-    nodes = sorted(nodes, key=place.__getitem__)  # sums over one axis may have moved behind those over another
+    nodes = sorted(nodes, key=place.__getitem__)  # a sum over one axis may have moved after a sum over another
     gathers, args = message.op is GATHER, list(nodes[0].args[1:])
     if message.op is not REDUCE:
         args[1] = [number for node in nodes for number in _parts_of_rows(node)]
@@ -123,14 +123,14 @@ def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) ->
 
 
 def _parts_of_rows(node: fx.Node) -> Iterator[int]:
-    """The parts of a dim of rows, as (count, unit) one after the other, of the elements in these rows."""
+    """The (count, unit) numbers of a row dim's parts, with units counted in elements."""
     width = math.prod(global_shape(node)[1:])
     for i, number in enumerate(int_list_arg(node, 2)):
         yield number * width if i % 2 else number
 
 
 def _move_operands(gathers: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> None:
-    """Moves what makes the operands, such as casts, before the first of the collectives."""
+    """Moves the ops that compute the operands, such as casts, before the first of the collectives."""
     needed = set[fx.Node]().union(*(upstream(node, lambda n: n.all_input_nodes) for node in gathers))
     for node in sorted(needed, key=place.__getitem__):
         if place[node] > place[gathers[0]]:
@@ -138,13 +138,13 @@ def _move_operands(gathers: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> 
 
 
 def _in_shape(joint: fx.GraphModule, target: OpOverload[..., object], value: fx.Node, shape: list[int]) -> fx.Node:
-    """A value in another shape, or the value itself if it has that."""
+    """A value reshaped, or the value itself if it has that shape already."""
     is_flat = value.meta["val"].ndim == 1 == len(shape)
     return value if is_flat else emit(joint, target, (value, shape), value)
 
 
 def _followers(sums: Sequence[fx.Node]) -> list[fx.Node]:
-    """What computes with the results of collectives before the last of them, in order: casts and sums of gradients."""
+    """Ops before the last sum that depend on an earlier one, in order: casts and sums of gradients."""
     found: dict[fx.Node, None] = {}
     node = sums[0]
     while node is not sums[-1]:

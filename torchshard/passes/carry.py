@@ -1,10 +1,10 @@
-"""Marks what a call leaves for the next one, so that it may stay split.
+"""Marks carried values, which a call stores for the next one, so that they may stay split.
 
     before    keys = cat([keys_in, k], 2); att = attention(q, keys, ...); output ((att,), (keys,))
     after     keys = cat([keys_in, k], 2); keys_carry = carry(keys); att = attention(q, keys_carry, ...); ...
 
-All consumers take the carried value: a layout in which it could lie for nothing, but in which no op takes it, would
-have to be converted at each later call.
+All consumers take the carried value. Otherwise the cheapest layout to store could be one that no op
+accepts, and each later call would convert it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def carry(module: fx.GraphModule, changes: Changes) -> bool:
         }
         value.replace_all_uses_with(node, lambda user, node=node: user not in (node, output))  # type: ignore[misc]
     left = [made.get(v, v) if isinstance(v, fx.Node) else v for v in values[changes.results :]]
-    output.args = ((*values[: changes.results], *left),)  # what forward returns is whole, though it leaves the same
+    output.args = ((*values[: changes.results], *left),)  # results of forward stay full, carried or not
     return bool(made)
 
 
 def with_whole_results(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a rewritten graph whose carried results are whole, as those of the unsharded model."""
+    """A copy of a rewritten graph that gathers the carried results, as in the unsharded model."""
     copied = duplicate(module)
     output = copied.graph.output_node()
     for value in filter(is_kept_split, output.all_input_nodes):

@@ -3,9 +3,10 @@
     before    le = le(k_index, q_index); mask = expand(le, [b, 1, t, t]); y = attention(q, k, v, mask)
     after     y = attention(q, k, v, is_causal=True)
 
-A mask is replaced only if two things hold. Its ops depend on sizes alone, compare and combine positions, and use no
-constant but zero: a sliding window of 4,096 uses one, and would equal the triangle at small sizes. And its value is the
-lower triangle, evaluated at its own size or, if sizes are dynamic, at several.
+A mask is replaced under two conditions. First, its ops depend only on sizes, compare and combine
+positions, and use no constant but zero: a sliding window of 4,096 uses one, and would equal the
+triangle at small sizes. Second, its value is the lower triangle, at its own size or, with dynamic
+sizes, at several.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COMPARING = {
     aten.ge.Tensor, aten.ge.Scalar, aten.tril.default, aten.to.dtype, aten.view.default, aten.reshape.default,
 }  # fmt: skip
 _FIRST_SIZES = (3, 6, 11)
-"""A dynamic mask is evaluated once for each; its sizes count up from here, so that all differ."""
+"""The first sizes at which a dynamic mask is evaluated; its other sizes count up from there."""
 
 
 def restore_causal(module: fx.GraphModule) -> bool:
@@ -60,7 +61,7 @@ def _is_triangle(mask: Tensor) -> bool:
 
 
 def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
-    """The nodes that the mask is computed from, in order; None if one may depend on more than sizes."""
+    """The ancestors of the mask, in order, if they depend only on sizes."""
     visited: set[fx.Node] = set()
     pending = [mask]
     while pending:

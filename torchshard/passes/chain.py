@@ -1,10 +1,11 @@
-"""Turns concatenations that begin with the same pieces, as dense nets have them, into a chain.
+"""Turns concatenations that begin with the same pieces, as in dense nets, into a chain.
 
     before    a = cat([x, f], 1); b = cat([x, f, g], 1); c = cat([x, f, g, h], 1)
     after     a = cat([x, f], 1); b = cat([a, g], 1);    c = cat([b, h], 1)
 
-The values and the number of copied elements stay the same. In a dense net, all later layers consume each piece, and the
-exact solver can't eliminate variables with so many neighbours; in a chain each piece has one or two consumers.
+The values and the number of copied elements stay the same. In a dense net, all later layers consume
+each piece, and the exact solver can't eliminate variables with that number of neighbours; in a
+chain each piece has one or two consumers.
 """
 
 from __future__ import annotations

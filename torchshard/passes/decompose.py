@@ -1,10 +1,11 @@
-"""Takes ops apart that have no rule and that PyTorch itself runs as other ops.
+"""Decomposes ops without a rule that PyTorch itself runs as other ops.
 
     before    l = kl_div(x, t)
     after     l_mul = mul(t, x); l_xlogy = xlogy(t, t); l_sub = sub(l_xlogy, l_mul); l = mean(l_sub)
 
-The numbers stay bit-equal, because eager PyTorch takes the same steps. An op with a kernel of its own stays whole,
-except for a few that only move elements or are one product or sum (`_DECOMPOSITIONS`).
+The numbers stay bit-equal, because eager PyTorch takes the same steps. An op with its own kernel
+stays one op, except for a few that only move elements or are one product or sum
+(`_DECOMPOSITIONS`).
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ _DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions(
     aten._log_softmax_backward_data.default, aten.block_diag.default, aten.multi_margin_loss.default,
     aten.native_group_norm.default, aten.renorm.default,
 ])  # fmt: skip
-"""Ops with kernels of their own that are still taken apart, and PyTorch's decompositions of them."""
+"""Ops that are decomposed although they have their own kernels -> PyTorch's decompositions."""
 
 
 def _cell_step(function: Callable[..., object]) -> Callable[..., object]:
-    """A recurrent cell as two linear layers and the activations of one step; PyTorch has no decomposition of it."""
+    """A recurrent cell as two linear layers and the activations of one step.
+
+    PyTorch lacks a decomposition of these cells.
+    """
 
     def step(
         x: Tensor,
@@ -84,7 +88,7 @@ def _cell_step(function: Callable[..., object]) -> Callable[..., object]:
 
 
 def _with_small_rows(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """What `embedding(max_norm=)` makes of its weight: rows that are used, and are longer than that, become as long."""
+    """The weight after `embedding(max_norm=)`: scales longer rows that are used down to `max_norm`."""
     used = weight.new_zeros(weight.shape[0], dtype=torch.bool).index_fill(0, indices.reshape(-1), True)
     norm = torch.linalg.vector_norm(weight, norm_type, 1, keepdim=True)
     scale = (max_norm / (norm.double() + 1e-7)).to(weight.dtype)  # the numbers of PyTorch's kernel
@@ -92,7 +96,10 @@ def _with_small_rows(weight: Tensor, indices: Tensor, max_norm: float, norm_type
 
 
 def _multilabel_margin_loss(x: Tensor, labels: Tensor, reduction: int = 1) -> Tensor:
-    """The loss of PyTorch's kernel; its own decomposition takes what stands behind a row's labels for class 0."""
+    """The multilabel margin loss as PyTorch's kernel computes it.
+
+    PyTorch's own decomposition counts the entries after a row's labels as class 0.
+    """
     scores, given = torch.atleast_2d(x), torch.atleast_2d(labels)
     classes = torch.arange(scores.shape[1], device=x.device)
     ends = torch.where(given == -1, classes, scores.shape[1]).amin(1, keepdim=True)
@@ -118,7 +125,7 @@ _DECOMPOSITIONS |= {
 def inline_op(module: fx.GraphModule, node: fx.Node, autocast: Autocast = ()) -> list[fx.Node]:
     """Replaces an op by the ops that PyTorch runs for it, and returns them.
 
-    Returns no nodes, and leaves the op, if it creates constants or can't be traced.
+    Returns an empty list, and leaves the op, if it creates constants or can't be traced.
 
     Args:
         autocast: the autocast that the op is called in; its casts are among the nodes.
@@ -154,9 +161,10 @@ _ARITHMETIC = {function for function in vars(operator).values() if callable(func
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """Whether a node of a traced op keeps that op whole.
+    """Whether a node in an op's traced graph prevents its decomposition.
 
-    It does if it is a constant, is neither an op nor arithmetic on sizes, writes, or draws random numbers.
+    Constants do, and targets that are neither an op nor arithmetic on sizes, writes, and random
+    draws.
     """
     target = node.target
     if node.op != "call_function" or target in _ARITHMETIC:
@@ -165,7 +173,7 @@ def _is_foreign(node: fx.Node) -> bool:
 
 
 def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Graph | None:
-    """The ops that PyTorch runs for an op, as a graph with a placeholder for each input; None if it can't be traced."""
+    """Traces an op: a graph of the ops that PyTorch runs, with one placeholder per input, or None."""
     target = node.target
     assert isinstance(target, OpOverload)
     steps = _DECOMPOSITIONS.get(target, target.decompose)
@@ -177,8 +185,8 @@ def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Grap
 
     mode = fake_mode(module.graph)
     try:
-        # With gradients, because some ops take another path if one is required. Without new guards, because a path that
-        # depends on a dynamic size would hold for the example's size alone.
+        # With gradients, because some ops take another path if one is required. Without new guards,
+        # because a path that depends on a dynamic size would be right only for the example's size.
         with faking(mode), torch.enable_grad(), _refusing_guards(mode), autocasting(autocast):
             traced = make_fx(body)(*(_as_leaf(n.meta["val"]) for n in inputs))
         functionalize(traced)
@@ -199,7 +207,7 @@ def _as_leaf(value: Argument) -> Argument:
 
 
 def _replace_by_result(module: fx.GraphModule, node: fx.Node, result: Argument) -> None:
-    """Redirects the consumers of an op to what its parts return; the last part takes over the name."""
+    """Redirects the consumers of an op to the results of its parts; the last part takes its name."""
     if isinstance(result, (tuple, list)):
         for user in list(node.users):
             user.replace_all_uses_with(cast(fx.Node, result[int_arg(user, 1)]))

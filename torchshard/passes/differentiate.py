@@ -1,4 +1,4 @@
-"""A rank's graph with its backward: one graph of both, which `partition` cuts in two.
+"""A rank's graph with its backward: one joint graph, which `partition` cuts in two.
 
     ln_copy    = copy(ln)                R
     q          = addmm(bias, view, t)    S(1)
@@ -6,9 +6,14 @@
     view_2     = view(mm, [2, 8, 16])    P      the gradient of ln_copy
     reduce     = reduce(view_2)          I      the gradient of ln
 
-It is put together of the recordings of the layers (see `record`): all forwards, then all backwards in reverse, and the
-gradients of a value that several of them use are added. Values of the rank's graph keep their names, and all that is
-known of them. The gradient of a value has the dual of its layout.
+The joint graph is assembled from the recordings of the layers (`record`): all forwards, then all
+backwards in reverse. The gradients of a value with several users are added. Values of the rank's
+graph keep their names and metadata. The gradient of a value has the dual of its layout.
+
+PyTorch's own joint graph is AOTAutograd's, for a whole model at once. This one is separate because
+equal layers share one recording, and because `verify`, `bucket` and `unsummed` need to know the
+value that each gradient belongs to, and its layout. It could go if AOTAutograd joined shared
+recordings and kept that metadata.
 """
 
 from __future__ import annotations
@@ -29,9 +34,10 @@ from torchshard.passes.segments import Segment, layers
 
 
 def has_backward(local: fx.GraphModule) -> bool:
-    """Whether a rank's graph can be differentiated: it needs gradients, and no call of it is kept whole.
+    """Whether a rank's graph needs gradients and can be differentiated.
 
-    Nor may an op write to what its gradient is computed of.
+    It can't if it calls opaque modules or recurrences (`WholeCall`, `Stepwise`), or an op that
+    writes to a value that its gradient reads.
     """
     nodes = local.graph.nodes
     whole = any(isinstance(node.target, (WholeCall, Stepwise)) or node.target in _NOISY for node in nodes)
@@ -39,21 +45,22 @@ def has_backward(local: fx.GraphModule) -> bool:
 
 
 _NOISY = (torch.ops.aten.rrelu.default, torch.ops.aten.rrelu_with_noise.default)
-"""They leave what they draw in an operand, by which their gradient is computed."""
+"""Ops that write their random draw to an operand, from which their gradient is computed."""
 
 
 def differentiate(local: fx.GraphModule, given: Sequence[bool] | None = None) -> fx.GraphModule:
-    """The joint graph: (placeholders, a gradient for each floating result) -> (results, gradients of the placeholders).
+    """The joint graph: (placeholders, gradients of floating results) -> (results, their gradients).
 
-    A gradient is None where the placeholder needs none, or where it does not depend on the gradients that are given.
-    The module's meta has 'given': for which results they are.
+    The last are the gradients of the placeholders; a gradient is None where a placeholder needs
+    none or does not depend on the given gradients. The module's meta 'given' marks the results with
+    a given gradient.
 
     Args:
-        given: None for all results that have a gradient.
+        given: for each result, whether its gradient is given; by default for all that have one.
 
     Raises:
-        NotImplementedError: the gradients hold for some of the sizes alone that the graph holds for.
-        CaptureError: a gradient is computed by writes that have no functional form.
+        NotImplementedError: the gradients assume more about dynamic sizes than the graph does.
+        CaptureError: a gradient is computed by writes that can't be made functional.
     """
     results = results_of(local.graph)
     chosen = [isinstance(r, fx.Node) and is_float(r.meta.get("val")) for r in results]
@@ -62,7 +69,7 @@ def differentiate(local: fx.GraphModule, given: Sequence[bool] | None = None) ->
     wanted = {r.name for r, is_chosen in zip(results, chosen, strict=True) if is_chosen}
     parts: list[tuple[Segment, Recording]] = []
     flows: set[str] = {n.name for n in placeholders(local.graph) if n.meta.get("needs_grad")}
-    """The values that a gradient flows back through."""
+    """Names of the values that a gradient flows back through."""
     for part in reversed(layers(local)):
         recording = recorded(part.graph, tuple(name in wanted for name in part.results))
         _, gradients = results_of(recording.graph)
@@ -86,13 +93,13 @@ class _Joint:
         self._graph = self._module.graph
         self._known = {node.name: node for node in local.graph.nodes}
         self._values: dict[str, fx.Node] = {}
-        """A value's name -> the node that holds it."""
+        """A value's name -> its node here."""
         self._gradients: dict[str, list[fx.Node]] = defaultdict(list)
-        """A value's name -> what its gradient is the sum of."""
+        """A value's name -> the nodes of which its gradient is the sum."""
         self._copies: dict[Segment, dict[fx.Node, fx.Node]] = {}
-        """What recorded nodes are here, by part."""
+        """Segment -> its recorded nodes -> their copies here."""
         for node in local.graph.nodes:
-            self._graph._graph_namespace.create_name(node.name, None)  # kept for the node that has this value
+            self._graph._graph_namespace.create_name(node.name, None)  # keeps the name for this value's node
         for source in placeholders(local.graph):
             self._values[source.name] = self._placeholder(source.name, source.meta)
         for number, result in enumerate(results_of(local.graph)):
@@ -110,7 +117,7 @@ class _Joint:
         return node
 
     def add_forward(self, part: Segment, recording: Recording) -> None:
-        """Adds what a part computes."""
+        """Adds the forward of a segment."""
         copies = self._copies[part] = {}
         sources = placeholders(recording.graph)[: len(part.arguments)]
         copies |= zip(sources, (self._values[name] for name in part.arguments), strict=True)
@@ -119,7 +126,7 @@ class _Joint:
         self._values |= zip(part.results, (copies[r] if isinstance(r, fx.Node) else r for r in results), strict=True)
 
     def add_backward(self, part: Segment, recording: Recording) -> None:
-        """Adds the gradients of a part's arguments."""
+        """Adds the backward of a segment: the gradients of its arguments."""
         copies = self._copies[part]
         tangents = placeholders(recording.graph)[len(part.arguments) :]
         floating = [i for i, name in enumerate(part.results) if is_float(self._known[name].meta.get("val"))]
@@ -133,7 +140,7 @@ class _Joint:
                 self._gradients[name].append(copies[gradient])
 
     def _gradient(self, name: str) -> fx.Node:
-        """The gradient of a value, all of which is there."""
+        """The total gradient of a value; called after all of its terms were added."""
         total, *rest = self._gradients[name]
         for more in rest:
             val = total.meta["val"]
@@ -167,7 +174,7 @@ class _Joint:
                 copy.meta["recompute"] = origin.meta["recompute"]
 
     def finished(self) -> fx.GraphModule:
-        """The module of the graph, which is complete."""
+        """The module of the complete graph."""
         results = [self._values[r.name] if isinstance(r, fx.Node) else r for r in results_of(self._local.graph)]
         names = [source.name for source in placeholders(self._local.graph)]
         gradients = [self._gradient(name) if self._gradients[name] else None for name in names]
@@ -179,7 +186,7 @@ _PLACE = ("module", "source")
 
 
 def _gradient_meta(value: fx.Node, *others: fx.Node) -> dict[str, Any]:
-    """What is known of the gradient of a value, which may be that of others, too."""
+    """Metadata of the gradient of a value, or of several values that share one gradient."""
     known = {key: value.meta[key] for key in (*_PLACE, "global_shapes") if key in value.meta}
     layouts: tuple[Layout, ...] = value.meta.get("layouts", ())
     names = dict.fromkeys(node.name for node in (value, *others))

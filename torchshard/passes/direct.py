@@ -1,9 +1,10 @@
-"""The last step before a graph runs: each op becomes the function that takes least time to call.
+"""The last step before a graph runs: replaces each op by the function that is cheapest to call.
 
-An operator (`torch.ops.aten.mm.default`) takes a microsecond longer to call than the function that PyTorch's Python
-bindings have for it (`torch.mm`). Which function that is, PyTorch is asked: a candidate is called on fake tensors, and
-must run what the op runs on the same operands. The graph's code calls it by its name, which has to be that of no other
-function: `torch.stft` is not the binding of that name, but a function around it.
+An operator (`torch.ops.aten.mm.default`) takes a microsecond longer to call than its function in
+PyTorch's Python bindings (`torch.mm`). The pass finds that function by trial: it calls a candidate
+on fake tensors, and accepts it if it runs the same ops on the same operands. The graph's code calls
+the function by name, so the name must resolve to it: `torch.stft` is a Python function around the
+binding of that name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 aten = torch.ops.aten
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 _chosen: dict[tuple[Target, str], Target] = {}
-"""An op and the types of its arguments -> what is called for it."""
+"""(op, types of its arguments) -> the function to call for it."""
 
 
 def direct(module: fx.GraphModule) -> fx.GraphModule:
@@ -40,7 +41,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
         if uses_rng(node) or reads_memory(node):
             _keep_order(copied.graph, node)
         if node.target is CARRY or (node.target in OPS and OPS[node.target].kernel == "none"):
-            # nothing changes a value in place, so that two may share their memory
+            # values are never changed in place, so the result may share its operand's memory
             node.replace_all_uses_with(node_arg(node))
             copied.graph.erase_node(node)
         elif node.target in OPS:
@@ -62,7 +63,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., Any]:
-    """A collective, or its begin or end, that profilers show by what it is for: 'begin_reduce in down, for down'."""
+    """A collective, or its begin or wait, labelled for profilers: 'begin_reduce in down, for down'."""
     module = collective.meta.get("module") or "the model"
     label = f"{function.__name__} in {module}, {purpose(collective, {})}"
     is_watched = torch.autograd._profiler_enabled
@@ -78,7 +79,10 @@ def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., 
 
 
 def _keep_order(graph: fx.Graph, node: fx.Node) -> None:
-    """PyTorch draws in the order of memory: a rank's operand has to lie in memory as the recorded one did."""
+    """Makes the operands of an op contiguous if they were when it was recorded.
+
+    PyTorch draws random numbers in the order of memory, so the order must not change.
+    """
     for operand in node.all_input_nodes:
         if is_tensor(operand) and operand.meta["val"].layout == torch.strided and operand.meta["val"].is_contiguous():
             with graph.inserting_before(node):
@@ -98,7 +102,7 @@ def _value(node: fx.Node) -> Argument:
 
 
 def _function(node: fx.Node) -> Target:
-    """The function that runs a node's op; the op itself if there is none."""
+    """The function that runs a node's op; falls back to the op itself."""
     with faking(new_fake_mode()):
         args, kwargs = in_numbers(fx.map_arg((node.args, dict(node.kwargs)), _value))
         return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
@@ -112,7 +116,7 @@ def _candidates(op: Target) -> Iterator[Callable[..., Any]]:
 
 
 def _is_found_by_name(function: Callable[..., Any]) -> bool:
-    """Whether the name that fx writes into code is a function's own: not every binding has one, as `__rshift__`."""
+    """Whether fx's name for a function resolves to it; some bindings, as `__rshift__`, lack a name."""
     try:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError):
@@ -124,21 +128,21 @@ def _is_found_by_name(function: Callable[..., Any]) -> bool:
 
 
 def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
-    """Whether a function runs what an op runs on the same arguments, and returns the same."""
+    """Whether a function runs the same ops as an op on the same arguments, and returns the same."""
     assert isinstance(op, OpOverload)
     calls, wanted = _Calls(), _Calls()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # signatures that PyTorch is about to drop
+            warnings.simplefilter("error")  # rejects signatures that PyTorch deprecates
             calls.watch(function, args, kwargs)
         wanted.watch(op, args, kwargs)
-    except Exception:  # whatever it is: the op itself is called
+    except Exception:  # for any error, call the op itself
         return False
     return len(calls.made) > 1 and calls.made == wanted.made
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which ops are called, and on which tensors: equal types would not tell `a - b` from `b - a`."""
+    """Records ops and their tensors: with types only, `a - b` would equal `b - a`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,14 +150,14 @@ class _Calls(TorchDispatchMode):
         self._seen: dict[int, Tensor] = {}
 
     def watch(self, function: Callable[..., Any], args: Sequence[Argument], kwargs: dict[str, Argument]) -> None:
-        """Notes what a function calls, and what it returns."""
+        """Records the ops that a function calls, and its result."""
         self._text((args, kwargs))  # numbers the operands in this order
         with self:
             found = function(*args, **kwargs)
         self.made.append(("result", self._text(tree_leaves(found))))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an op, and notes it."""
+        """Runs an op and records it."""
         if func.namespace == "aten":
             self.made.append((func, self._text((args, kwargs or {}))))
         return func(*args, **(kwargs or {}))
@@ -162,6 +166,6 @@ class _Calls(TorchDispatchMode):
         return repr(tree_map_only(Tensor, self._number, value))
 
     def _number(self, tensor: Tensor) -> str:
-        """A tensor's number, in the order in which the tensors came, with its type."""
+        """A tensor's number in order of first appearance, with its type."""
         self._seen.setdefault(id(tensor), tensor)
         return f"{list(self._seen).index(id(tensor))}: {tensor!r}"

@@ -1,11 +1,11 @@
-"""Makes autocast's casts explicit in the graph, so that the graph runs the same inside and outside of autocast.
+"""Makes autocast's casts explicit, so that the graph runs the same inside and outside of autocast.
 
     before    h = linear(x, w)                                            called in autocast to bfloat16
     after     x_to = to(x, bfloat16); w_to = to(w, bfloat16); h = linear(x_to, w_to)
 
-This module has no list of the ops that autocast casts, because PyTorch's list changes. It runs each op on fake values
-with and without autocast, and compares the kernels that run below. A parameter is cast once for all its consumers, as
-autocast's own cache does.
+The module keeps no list of the ops that autocast casts, because PyTorch's list changes. It runs
+each op on fake values with and without autocast, and compares the kernels that run below. A
+parameter is cast once for all its consumers, as autocast's own cache does.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ def _inline(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> None:
 
 
 def _casts(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> Casts | None:
-    """The operands that autocast casts before an op; None if autocast does something else."""
+    """The operands that autocast casts before an op; None if its effect is not a set of casts."""
     mode, values = fake_mode(module.graph), {n: n.meta["val"] for n in node.all_input_nodes}
     calls = _kernel_calls(mode, node, values, autocast)
     if _calls_without_autocast(mode, node, values) == _described(calls):
         return {}
-    # The op itself may begin with casts, so the longest prefix of casts is not always autocast's: try the shorter ones.
+    # The op itself may begin with casts, so the longest prefix of casts is not always autocast's;
+    # try the shorter ones too.
     for count in range(_leading_casts(calls, values), 0, -1):
         casts = _operand_casts(calls[:count], values)
         with faking(mode):
@@ -115,14 +116,14 @@ def _operand_casts(calls: Sequence[KernelCall], values: Mapping[fx.Node, Argumen
 
 
 def _leading_casts(calls: Sequence[KernelCall], values: Mapping[fx.Node, Argument]) -> int:
-    """How many of the first calls are casts of operands."""
+    """The number of leading calls that cast operands."""
     operands = {id(value) for value in values.values()}
     is_cast = (call.op is aten._to_copy.default and id(call.args[0]) in operands for call in calls)
     return sum(1 for _ in itertools.takewhile(bool, is_cast))
 
 
 def _calls_without_autocast(mode: Mode, node: fx.Node, values: Mapping[fx.Node, Argument]) -> list[str] | None:
-    """The kernel calls of an op outside of autocast, as text; None if the op refuses these dtypes together."""
+    """An op's kernel calls outside of autocast, as text, if the op accepts these dtypes together."""
     try:
         return _described(_kernel_calls(mode, node, values, ()))
     except RuntimeError:
@@ -143,7 +144,7 @@ class _Recorder(TorchDispatchMode):
         args: Sequence[Argument] = (),
         kwargs: Mapping[str, Argument] | None = None,
     ) -> object:
-        if func.namespace != "prim":  # queries such as `prim.device` compute nothing
+        if func.namespace != "prim":  # skips queries such as `prim.device`, which compute no tensors
             self.calls.append(KernelCall(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 

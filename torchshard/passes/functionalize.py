@@ -3,13 +3,18 @@
     before    y = slice(x, 1, 0, 1); add_ = add_(y, 1); z = mul(x, 2)
     after     y = slice(x, 1, 0, 1); add = add(y, 1); x_1 = slice_scatter(x, add, 1, 0, 1); z = mul(x_1, 2)
 
-A write to a view is propagated to the base of the view; other views of that base are recomputed before their next use.
-One `copy_` at the end stores a written buffer, one `store` a written parameter. The pass refuses a write to a constant,
-and a write through a view that it can't invert.
+A write to a view is propagated to the base of the view; other views of that base are recomputed
+before their next use. One `copy_` at the end stores a written buffer, one `store` a written
+parameter. The pass refuses a write to a constant, and a write through a view that it can't invert.
 
-Gradients are those of eager PyTorch. Autograd does not record a write through `detach` or under `no_grad`, so the
-gradient passes as if there had been no write (`with_value`). A value that `zero_` or `copy_` overwrites completely
-keeps a gradient of zeros.
+Gradients equal eager PyTorch's. Autograd does not record a write via `detach` or under `no_grad`,
+so the gradient passes as if there had been no write (`with_value`). A value that `zero_` or `copy_`
+overwrites completely keeps a gradient of zeros.
+
+The pass replaces PyTorch's own functionalization. Export's training IR keeps in-place ops, and
+PyTorch lacks a functional op for a write that autograd does not record, which `with_value` is. The
+pass could go if export returned a functional training graph with these gradients, with one write
+per buffer or parameter at the end.
 """
 
 from __future__ import annotations
@@ -51,7 +56,8 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
     """Rewrites the graph; returns whether anything changed.
 
     Args:
-        keep_stores: whether writes to placeholders stay, as in a graph that stores its buffers already.
+        keep_stores: whether writes to placeholders stay, as in a graph that stores its buffers
+            already.
     """
     changed = not keep_stores and _drop_copies_to_themselves(module)
     changed |= _drop_detached_constants(module)
@@ -81,7 +87,7 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
 
 
 def _drop_detached_constants(module: fx.GraphModule) -> bool:
-    """Drops what `torch.tensor(...)` does to a constant: it needs no gradient anyway."""
+    """Drops the `detach_` of constants that `torch.tensor(...)` leaves: they need no gradient."""
     found = [
         node
         for node in module.graph.find_nodes(op="call_function", target=aten.detach_.default)
@@ -106,10 +112,10 @@ def _views_for_new_shapes(module: fx.GraphModule) -> bool:
 
 
 def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:
-    """Drops copies of a buffer into itself: `self.scale = self.scale.to(x.device)` makes one if the device is the same.
+    """Drops copies of a buffer into itself, as `self.scale = self.scale.to(x.device)` may make one.
 
-    Such a copy changes nothing but the buffer's version counter, and the backward of an op that saved the buffer would
-    raise because of that.
+    Such a copy changes only the buffer's version counter, which would make the backward of an op
+    that saved the buffer raise.
     """
     changed = False
     for node in list(module.graph.nodes):
@@ -126,7 +132,7 @@ def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:
 
 
 def _cut_pieces(module: fx.GraphModule, written: set[int]) -> None:
-    """Replaces the pieces of a split value by slices if it is written to: a slice can be inverted, a split can't."""
+    """Replaces pieces of a written split value by slices: slices can be inverted, a split can't."""
     for node in list(module.graph.nodes):
         if node.target is not operator.getitem:
             continue
@@ -146,7 +152,7 @@ _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 
 def _replace(aliases: Aliases, node: fx.Node) -> None:
-    """Computes the values that an in-place op writes, by a functional op, and records the writes."""
+    """Replaces an in-place op by a functional one, and records its writes."""
     names, before = [a.name for a in _written(node)], bound_args(node)
     targets = {name: before[name] for name in names}
     for name, target in targets.items():
@@ -167,7 +173,7 @@ def _replace(aliases: Aliases, node: fx.Node) -> None:
 
 
 def _results(node: fx.Node) -> dict[str, list[fx.Node]]:
-    """The nodes that hold the results of an op, by the argument that a result is; or by its number."""
+    """The result nodes of an op, by the name of the written argument that each is, or by number."""
     returns = operator_of(node)._schema.returns
     arguments = {"".join(a.alias_info.before_set): a.name for a in _written(node) if a.alias_info}
     names = [arguments["".join(r.alias_info.before_set)] if r.alias_info else str(i) for i, r in enumerate(returns)]
@@ -190,7 +196,11 @@ def _elements(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
 
 
 def _write(aliases: Aliases, node: fx.Node, name: str, target: fx.Node, before: fx.Node, value: fx.Node) -> fx.Node:
-    """Records that an op's argument `name`, which was `before`, holds a value after it; returns the node of that."""
+    """Records that an op wrote `value` to its argument `name`; returns the written value's node.
+
+    Args:
+        before: the node of the argument's value before the write.
+    """
     if value.meta["val"].shape != target.meta["val"].shape:
         raise refused(node, f"it changes the shape of what it writes to, {name}")
     if value.meta["val"].dtype != target.meta["val"].dtype:
@@ -207,18 +217,20 @@ def _written(node: fx.Node) -> list[torch.Argument]:
 
 
 def _is_store(node: fx.Node) -> bool:
-    """Whether an op writes to placeholders alone."""
+    """Whether an op writes only to placeholders."""
     args = bound_args(node)
     written = [args[argument.name] for argument in _written(node)]
     return all(isinstance(value, fx.Node) and value.op == "placeholder" for value in written)
 
 
 def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argument], written: Sequence[str]) -> fx.Node:
-    """The value that an in-place op writes; of several an op that returns them behind its other results.
+    """The value that an in-place op writes.
+
+    For an op with several written arguments, the node returns these values after its other results.
 
     Args:
-        args: the op's arguments by name, as they are now.
-        written: the names of those that it writes to.
+        args: the op's arguments by name, with their current values.
+        written: the names of the arguments that it writes to.
     """
     target, before = operator_of(node), cast(fx.Node, args[written[0]])
     if target is aten.copy_.default:
@@ -235,7 +247,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argume
     if functional is None:
         return emit(module, WithoutWrites(target), tuple(args.values()), node)
     schema = functional._schema.arguments
-    # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
+    # the first argument has a different name in some pairs: `self` in dropout_, `input` in dropout
     by_name = dict(zip((schema[0].name, *list(args)[1:]), args.values(), strict=True))
     kwargs = {a.name: by_name[a.name] for a in schema if a.kwarg_only and a.name in by_name}
     operands = tuple(by_name[a.name] for a in schema if not a.kwarg_only and a.name in by_name)
@@ -247,12 +259,12 @@ _OVERWRITING = {
     aten.uniform_.default, aten.exponential_.default, aten.random_.default, getattr(aten.random_, "from"),
     aten.random_.to, aten.bernoulli_.float, aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default,
 }  # fmt: skip
-"""Ops whose result does not depend on the value that they overwrite."""
+"""Ops with a result that does not depend on the overwritten value."""
 
 
 def _with_zero_gradient(module: fx.GraphModule, node: fx.Node, before: fx.Node, value: fx.Node) -> fx.Node:
-    """The value, tied to the overwritten one by a `where` that never picks that, so that its gradient is zero."""
-    if value.target in _DRAWN:  # PyTorch has no derivative for these
+    """Ties the value to the overwritten one by a `where` that never picks it: its gradient is zero."""
+    if value.target in _DRAWN:  # PyTorch can't differentiate these
         detached = emit(module, aten.detach.default, (before,), node)
         value.args = (detached, *value.args[1:])
         value.prepend(detached)
@@ -268,11 +280,11 @@ _DRAWN = {
 
 
 def _store_written(aliases: Aliases) -> None:
-    """Stores the final value of each written buffer, and refuses writes to anything else that outlives the call."""
+    """Stores the final value of each written buffer and parameter; refuses writes to constants."""
     graph = aliases.module.graph
     for root in list(aliases.version):
         if root.op != "placeholder" or root.meta["kind"] == "input":
-            continue  # what the call leaves in its arguments is among the graph's results
+            continue  # values written to the call's arguments are results of the graph
         if root.meta["kind"] == "constant":
             raise refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
         value = aliases.current(root)
@@ -286,11 +298,12 @@ def _store_written(aliases: Aliases) -> None:
 
 
 def _without_gradient(aliases: Aliases, root: fx.Node, value: fx.Node) -> fx.Node:
-    """What is stored in a parameter: the value that a `with_value` gives the parameter's gradient.
+    """The value to store in a parameter, unwrapped from a `with_value`.
 
     Raises:
-        CaptureError: the value has a gradient of its own, or a gradient is computed of what is overwritten. PyTorch
-            refuses the latter too, or, where the write is through `.data`, computes the gradient of the new value.
+        CaptureError: the value has a gradient of its own, or a gradient is computed from the
+            overwritten value. Eager PyTorch raises in the second case too; if the write is through
+            `.data`, it computes the gradient from the new value.
     """
     if value.target is WITH_VALUE:
         value = node_arg(value, 1)
@@ -329,7 +342,7 @@ def _saves_for_gradient(aliases: Aliases, reader: fx.Node, value: fx.Node) -> bo
 
 
 def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
-    """Whether a gradient of the results comes to a value."""
+    """Whether a gradient of the results flows back to a value."""
     pending, seen = [node], {node}
     while pending:
         users = set(pending.pop().users)
@@ -342,9 +355,10 @@ def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
 
 
 def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:
-    """Lets ops whose backward may save a written buffer or a view of it, as in `y = x * self.scale`, read a copy.
+    """Lets an op read a copy of a written buffer if its backward may save the buffer.
 
-    Otherwise autograd would raise, because the final `copy_` modifies a saved tensor. Norms that read and update their
+    Otherwise autograd would raise for `y = x * self.scale`, because the final `copy_` modifies a
+    saved tensor. A view of the buffer counts as the buffer. Norms that read and update their
     statistics in one op are left out.
     """
     readers = [n for n in root.users if not writes(n) and any(map(aliases.wants_grad, read_by(n)))]

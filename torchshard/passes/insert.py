@@ -3,9 +3,10 @@
 before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, required as R by both
 after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
 
-The plan says by which conversions each value gets the layouts that its consumers require. Each conversion is inserted
-once for all of them: one `copy` in place of two also means one all-reduce of the gradient in place of two. A conversion
-of a split value stands right after the op that computes it; any other stands before the first op that requires it.
+The plan lists the conversions that give each value the layouts its consumers require. Each
+conversion is inserted once for all of them: one `copy` instead of two also means one all-reduce of
+the gradient instead of two. A conversion of a split value comes right after the op that computes
+the value; any other comes before the first op that requires it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchshard.ir.graph import (
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
-    """Inserts the collectives, under the name of the mesh axis; returns whether there were any to insert.
+    """Inserts the collectives, under the name of the mesh axis; returns whether it inserted any.
 
     Args:
         planned: the conversions of each value, by its name: `Plan.conversions`.
@@ -82,9 +83,9 @@ class _Conversions:
         self._inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def of(self, value: fx.Node, target: Layout, consumer: fx.Node) -> fx.Node:
-        """The node that holds a value in the layout that a consumer requires."""
+        """The node of a value in the layout that a consumer requires."""
         needs_grad = bool(value.meta.get("needs_grad"))
-        # I and R differ in their gradients alone: without one, I serves a consumer that asks for R
+        # I and R differ only in their gradients: without one, I serves a consumer that requires R
         return self._in_layout(value, target if needs_grad or target != R else I, consumer)
 
     def _in_layout(self, value: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:

@@ -1,10 +1,11 @@
-"""Replaces global sizes by this rank's. Before this pass no graph knows its rank; after it the graph runs.
+"""Replaces global sizes by this rank's. Earlier passes know no rank; the localized graph runs.
 
     before    view = view(q, [2, 8, 2, 4])        f32[2,8,2,4]  S(2)
     after     view = reshape(q, [2, 8, 1, 4])     f32[2,8,1,4]  S(2)
 
-If splitting an axis changes what an op computes, the rule's replacement takes the op's place, and its last node takes
-the op's name. Collectives get the name of the group. Numbers that are sizes stay global: they are sizes of inputs.
+If splitting a factor changes the op's computation, the rule's replacement replaces the op, and its
+last node takes the op's name. Collectives get the name of the group. Numbers that are sizes stay
+global: they are sizes of inputs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
     """Rewrites the graph for one rank; returns whether anything changed.
 
     Args:
-        seen: results of ops on fake values; those of this graph are added.
+        seen: cached results of ops on fake values; results from this graph are added.
     """
     module.meta["group"] = coordinate.group
     _localize_values(module, coordinate)
@@ -61,18 +62,22 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         elif node.target in BY_ELEMENT or reads_memory(node):
             _keep_memory_orders(module, node)
         elif node.target is aten.view.default:
-            # a collective may have changed the order of memory of its operand, in which `view` may be impossible
+            # a collective may have changed its operand's order of memory, in which `view` may be
+            # impossible
             node.target = aten.reshape.default
     for node in module.graph.nodes:
         if "at_experts" in node.meta:
-            del node.meta["val"]  # it has not the rows that its layout says
+            del node.meta["val"]  # its number of rows differs from its layout's
     drop_dead_code(module)
     propagate(module, Seen() if seen is None else seen)
     return True
 
 
 def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
-    """Replaces meta['val'] by fake tensors of this rank's shapes; equal shape, dtype and device share one."""
+    """Replaces meta['val'] by fake tensors of this rank's shapes.
+
+    Values of equal shape, dtype and device share one.
+    """
     mode, local_values = fake_mode(module.graph), dict[str, Tensor]()
     _assume_multiples(module, coordinate.axis.size)
     _keep_sizes(module, coordinate.axis.size)
@@ -101,23 +106,24 @@ def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
 
 
 def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
-    """Tells PyTorch's symbolic sizes which of them are multiples of the number of ranks, as the call was checked."""
+    """Makes PyTorch's symbolic sizes multiples of the number of ranks, which each call checks."""
     multiples, sizes = multiples_of(module.graph), getattr(fake_mode(module.graph), "shape_env", None)
     if not multiples or sizes is None:
         return
-    from torch._dynamo.source import ConstantSource  # takes seconds, and has been imported by the capture
+    from torch._dynamo.source import ConstantSource  # importing it takes seconds; the capture has imported it already
 
     for symbol in sorted(multiples, key=str):
         known = sizes.replace(symbol)
         if known.is_Symbol:
-            # PyTorch does not see that ranks * (size // ranks) is the size, but does of ranks * part
+            # PyTorch can't simplify ranks * (size // ranks) to size; with size = ranks * part it
+            # can
             source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
             part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC)
             sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
 
 
 def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
-    """Sizes of a split value are this rank's; what reads them means those of the whole."""
+    """Multiplies sizes read from split values by the number of ranks: readers mean global sizes."""
     for source in list(module.graph.nodes):
         (layout, *_) = source.meta.get("layouts") or (I,)
         for node in list(source.users):
@@ -131,9 +137,10 @@ def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
 
 
 def _keep_memory_orders(module: fx.GraphModule, node: fx.Node) -> None:
-    """Lays out an op's operands in memory as the unsharded model does, which a collective, or its absence, changes.
+    """Makes an op's operands have the memory order that they have in the unsharded model.
 
-    Random numbers are drawn in the order of memory.
+    Random numbers are drawn in the order of memory, which inserting or omitting a collective
+    changes.
     """
     orders = node.meta.get("memory_orders", {})
     for i, operand in enumerate(node.all_input_nodes):
@@ -145,9 +152,9 @@ def _keep_memory_orders(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _is_by_index(operand: fx.Node) -> bool:
-    """Whether a rank's value lies in memory in the order of its indices, as slices of weights and what is received do.
+    """Whether the memory order of a rank's value is its index order, as for slices and received data.
 
-    A collective that sends nothing passes its operand on.
+    A collective that sends no data passes its operand on.
     """
     while operand.target in OPS and OPS[operand.target].kernel == "none":
         operand = node_arg(operand)
@@ -156,7 +163,7 @@ def _is_by_index(operand: fx.Node) -> bool:
 
 
 def _in_order(module: fx.GraphModule, operand: fx.Node, order: Sequence[int] | None, user: fx.Node) -> fx.Node:
-    """The operand, laid out in memory in an order of its dims; a split one in the order of its indices."""
+    """The operand in a memory order of its dims; a split operand in the order of its indices."""
     if order is None or not is_whole(operand.meta["layouts"][0]):
         return _like(operand, emit(module, aten.contiguous.default, (operand,), user))
     permuted = emit(module, aten.permute.default, (operand, list(order)), user)
@@ -167,13 +174,13 @@ def _in_order(module: fx.GraphModule, operand: fx.Node, order: Sequence[int] | N
 
 
 def _like(operand: fx.Node, made: fx.Node) -> fx.Node:
-    """The node, with the facts about a value that it lays out otherwise."""
+    """Copies a value's metadata to a node of the same value in another memory order."""
     made.meta |= {key: operand.meta[key] for key in ("layouts", "earlier", "global_shapes") if key in operand.meta}
     return made
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: Callable[..., object]) -> None:
-    """Traces a rule's replacement into the graph, in place of the op."""
+    """Traces a rule's replacement into the graph instead of the op."""
     graph, before = module.graph, node.prev
     with graph.inserting_before(node):
         result = record_local(graph, node, replacement, node.args, node.kwargs)

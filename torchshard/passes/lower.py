@@ -1,14 +1,15 @@
-"""The last step before a compiler takes a graph: collectives become PyTorch's functional ones.
+"""The last step before a compiler takes a graph: replaces collectives by PyTorch's functional ones.
 
     before    gather_begun = begin_gather(linear, 1, [2, 8], "model")
               gather       = wait(gather_begun)
     after     gather_begun = all_gather_into_tensor(linear, 2, "7")
               wait_tensor  = wait_tensor(gather_begun)
-              ...                                                           what the kernel makes of the slices
+          ...                                                           computes on the received slices
               gather       = cat(...)
 
-Compilers, profilers and `CommDebugMode` know these operators (`torch.ops._c10d_functional`), and none of ours. What a
-kernel computes before and after its collective becomes nodes of the graph. Values keep their names and layouts.
+Compilers, profilers and `CommDebugMode` know these operators (`torch.ops._c10d_functional`), but
+not ours. A kernel's computations before and after its collective become nodes of the graph. Values
+keep their names and layouts.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from torchshard.passes.record import value_type
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 Traced = dict[object, fx.Graph]
-"""A collective with its arguments and the type of its operand -> what is computed for it."""
+"""(collective, its arguments, type of its operand) -> the graph of its computation."""
 
 
 def lower(module: fx.GraphModule) -> bool:
-    """Lowers the collectives of a scheduled graph of a rank, which belongs to a process group."""
+    """Lowers the collectives of a rank's scheduled graph, for a real process group."""
     graph, traced = module.graph, Traced()
     with faking(fake_mode(graph)):
         for node in list(graph.nodes):
@@ -43,11 +44,11 @@ def lower(module: fx.GraphModule) -> bool:
                 (waiting,) = node.users
                 _inline(_traced(node, node.target.op, traced), node, waiting)
             elif node.target in OPS and OPS[node.target].kernel == "none":
-                # nothing changes a value in place, so that two may share their memory
+                # values are never changed in place, so the result may share its operand's memory
                 node.replace_all_uses_with(node_arg(node))
                 graph.erase_node(node)
             elif node.target is torch.ops.aten.sym_numel.default:
-                node.target = torch.numel  # Dynamo knows no operator whose result is a number, but for `sym_size`
+                node.target = torch.numel  # of operators that return a number, Dynamo accepts only `sym_size`
             elif is_collective(node.target):
                 _inline(_traced(node, node.target, traced), node, node)
     return True
@@ -62,7 +63,7 @@ def _traced(node: fx.Node, op: object, traced: Traced) -> fx.Graph:
 
 
 def _computed(op: object, args: Sequence[Any], x: Tensor) -> list[Tensor]:
-    """What a collective's operator computes, by functional collectives."""
+    """The computation of a collective's operator, in functional collectives."""
     group = lookup(args[-1])
     if op not in OPS:
         return [WAIT(functional_max(x, group))]
@@ -72,7 +73,7 @@ def _computed(op: object, args: Sequence[Any], x: Tensor) -> list[Tensor]:
 
 
 def _inline(computation: fx.Graph, begin: fx.Node, end: fx.Node) -> None:
-    """Puts a computation in place of a collective: what depends on what is received at `end`, the rest at `begin`."""
+    """Replaces a collective by its computation, at `begin` and, where it needs received data, at `end`."""
     graph, copies = begin.graph, dict(zip(placeholders(computation), [node_arg(begin)], strict=True))
     (result,) = results_of(computation)
     known = {key: begin.meta[key] for key in ("module", "source") if key in begin.meta}

@@ -1,6 +1,7 @@
-"""Makes a rank's graph an ordinary one, to be split over the next axis of the mesh.
+"""Prepares a rank's graph for the split over the next mesh axis.
 
-What the rank holds is the whole, as far as the next axis is concerned, and its collectives over earlier axes are ops.
+To the next axis, this rank's shards are full tensors, and the collectives over earlier axes are
+ordinary ops.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, mark_ne
 
 aten = torch.ops.aten
 OF_AXIS = ("layouts", "choice", "row", "global_shapes", "gathered_once", "own_order", "counts_all", "at_experts")
-"""What nodes know of the axis that their graph is split over."""
+"""Metadata keys about the axis that a graph is split over."""
 
 
 OPERATORS: dict[object, OpOverload[..., torch.Tensor]] = {
@@ -26,11 +27,11 @@ OPERATORS: dict[object, OpOverload[..., torch.Tensor]] = {
     operator.mul: aten.mul.Tensor,
     operator.truediv: aten.div.Tensor,
 }
-"""Python's operators, with which a rule's replacement may have computed -> PyTorch's, which have rules."""
+"""Python's operators, which a rule's replacement may call -> PyTorch's, which have rules."""
 
 
 def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a localized graph that is not split over any axis yet."""
+    """A copy of a localized graph, with the metadata of an unsplit one."""
     graph = duplicate(local)
     for node in graph.graph.nodes:
         if is_own_collective(node) or isinstance(node.target, Stepwise):

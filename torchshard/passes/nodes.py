@@ -1,7 +1,8 @@
-"""Typed access to what torch.fx leaves open.
+"""Typed access to the arguments and targets of torch.fx nodes.
 
-To a type checker an argument of a node can be a number, a node or a nested list, and a target a function or a name. The
-schema of an op says more: these functions state what the schema says, and fail at once if a graph breaks it.
+To a type checker, an argument of a node can be a number, a node or a nested list, and a target a
+function or a name. These functions assert the types that the op's schema promises, and fail at once
+on a graph that breaks them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def _group_norm_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, T
 
 
 def _without_gaps(x: Tensor, like: Tensor) -> Tensor:
-    """A tensor as PyTorch's `group_norm` gives it to its kernels: on CPUs images may have their channels last."""
+    """A tensor in the memory format that PyTorch's `group_norm` gives its kernels.
+
+    On CPUs, images may be channels-last.
+    """
     lies = suggest_memory_format(like) if like.device.type == "cpu" else torch.contiguous_format
     return x.contiguous(memory_format=lies)
 
@@ -78,9 +82,10 @@ FOR_ANY_STRIDES: Mapping[Target, Callable[..., Any]] = {
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
 }
-"""Ops that need operands which lie in memory as the recorded fake ones did -> what computes the same of any.
+"""Ops that require the recorded strides of their operands -> functions that accept any strides.
 
-Fake values that come into a layer lie without gaps; real ones lie as the op leaves them that computes them.
+Fake values that enter a layer are contiguous; real ones have the strides that the previous op
+produced.
 """
 
 
@@ -103,7 +108,7 @@ def upstream(node: fx.Node, operands: Callable[[fx.Node], Iterable[fx.Node]]) ->
 def behind_needs(
     nodes: Iterable[fx.Node], needs: Callable[[fx.Node], Iterable[fx.Node]], place: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """Orders nodes: each comes after all that it needs, directly or through others, which comes in order of place."""
+    """The nodes in their order, each after all its dependencies, which are sorted by `place`."""
     order = dict[fx.Node, None]()
 
     def missing(node: fx.Node) -> list[fx.Node]:
@@ -120,7 +125,7 @@ def read_by(reader: fx.Node) -> set[fx.Node]:
 
 
 def replace_node(node: fx.Node, replacement: fx.Node) -> None:
-    """Puts a new node in place of an old one, under the old one's name: plans and listings name ops by it."""
+    """Replaces a node, and keeps its name: plans and listings refer to ops by name."""
     name = node.name
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)

@@ -3,14 +3,15 @@
     before    h = linear(x, w, b); s = slice(h, 1, 0, 9223372036854775807); c = to(s, float32)
     after     h_linear = linear(x, w); h = add(h_linear, b)
 
-In order: casts of autocast are made explicit, composite ops taken apart, views and writes made functional, biases split
-off, random draws put in the order of indices, concatenations chained, and the causal mask recognised. `normalize` says
-why in this order.
+In order: makes autocast's casts explicit, decomposes composite ops, makes views and writes
+functional, splits off biases, puts random draws in the order of indices, chains concatenations, and
+recognises causal masks. Comments in `normalize` explain the order.
 
-The pass drops asserts (those about sizes are checked before each call, `Captured.assumes`; the others would gather
-their operands for no result), and casts and slices that change nothing. It splits a bias off into an addition of its
-own: after a row-parallel product, the ranks must add it once, not once per rank. It creates tensors "like" another
-one from sizes alone, because they need no collective for that one.
+The pass also drops asserts, and casts and slices that change nothing. Asserts about sizes are
+checked before each call (`Captured.assumes`); the others would gather their operands for no result.
+A bias becomes an addition of its own: after a row-parallel product, the ranks must add it once, not
+once per rank. Ops that create tensors "like" another take only its sizes, so that they need no
+collective for it.
 """
 
 from __future__ import annotations
@@ -65,14 +66,15 @@ def normalize(module: fx.GraphModule) -> bool:
     """
     _check_results(module)
     changed = _drop_asserts(module)
-    # Casts come first: how autocast treats an op is known for the op as the model calls it, not for its parts.
+    # Casts come first: autocast's treatment is known for the op that the model calls, not for its
+    # parts.
     changed |= explicit_casts(module)
     changed |= decompose(module)
     changed |= _replace(module, dict.fromkeys(_TRANSPOSED, _as_convolution))
     changed |= _replace(module, _VIEWS)
     changed |= _one_by_one(module)
     changed |= functionalize(module)
-    changed |= decompose(module)  # again: in-place ops could not be taken apart before
+    changed |= decompose(module)  # again: in-place ops could not be decomposed before
     changed |= _replace(module, _REWRITES)
     changed |= _note_memory_orders(module)
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
@@ -96,7 +98,7 @@ def _check_results(module: fx.GraphModule) -> None:
 
 
 Rewrite = Callable[[fx.GraphModule, fx.Node], fx.Node | None]
-"""Builds the replacement of a node before it, or returns None if the node stays."""
+"""Builds a node's replacement before it; returns None to keep the node."""
 
 
 def _replace(module: fx.GraphModule, rewrites: Mapping[Target, Rewrite]) -> bool:
@@ -118,11 +120,11 @@ _TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.
 
 
 def _as_convolution(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """A transposed convolution that was not taken apart, as its kernel depends on the size of the batch."""
+    """A transposed convolution that was not decomposed: its kernel depends on the batch size."""
     args = bound_args(node)
     x, weight = args["input"], args["weight"]
     if x.meta["val"].ndim < weight.meta["val"].ndim:
-        return None  # without a batch
+        return None  # an unbatched input
     sizes = args["stride"], args["padding"], args["dilation"], True, args["output_padding"], args["groups"]
     made = module.graph.call_function(aten.convolution.default, (x, weight, args["bias"], *sizes))
     made.meta = dict(node.meta)
@@ -145,11 +147,11 @@ def _one_by_one(module: fx.GraphModule) -> bool:
 
 
 def _on_one(module: fx.GraphModule, node: fx.Node, packet: OpOverloadPacket, i: int) -> fx.Node:
-    """What an op on lists does to their items at an index."""
+    """Applies a `_foreach_` op to the items at one index of its lists."""
     own = {name: v[i] if isinstance(v, (list, tuple)) else v for name, v in bound_args(node).items()}
     schemas = [getattr(packet, name)._schema for name in packet.overloads()]
     by_name = {a.name for schema in schemas for a in schema.arguments if a.kwarg_only}
-    if "scalars" in own and "value" in by_name:  # as `addcmul` calls them
+    if "scalars" in own and "value" in by_name:  # `value` is the name in `addcmul`
         own["value"] = own.pop("scalars")
     named = {name: own.pop(name) for name in by_name & own.keys()}
     args, kwargs = fx.map_arg((tuple(own.values()), named), lambda n: n.meta["val"])
@@ -173,7 +175,7 @@ def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 def _drop_asserts(module: fx.GraphModule) -> bool:
     asserts = [n for n in module.graph.nodes if n.target in _ASSERTS or op_name(n) == "_assert_scalar"]
-    # a decomposition in TorchScript, as `torch.func` runs some, reads sizes that are known
+    # TorchScript decompositions, which `torch.func` runs for some ops, read sizes that are known
     sizes = [n for n in module.graph.nodes if n.target is aten.size.default and not any(u.users for u in n.users)]
     for node in [*asserts, *(number for size in sizes for number in size.users), *sizes]:
         module.graph.erase_node(node)
@@ -181,7 +183,7 @@ def _drop_asserts(module: fx.GraphModule) -> bool:
 
 
 def _named(node: fx.Node, replacement: fx.Node) -> fx.Node:
-    """The replacement, with the name and the facts of the node that it replaces."""
+    """The replacement, with the name and the metadata of the node that it replaces."""
     name = node.name
     node.name = f"{name}_old"  # frees the name; the node is erased soon after
     replacement.name = name
@@ -190,7 +192,7 @@ def _named(node: fx.Node, replacement: fx.Node) -> fx.Node:
 
 
 def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The operand of an op that returns it unchanged: with the same shape, dtype, device and order of memory."""
+    """The operand of an op that changes neither its shape, dtype, device nor order of memory."""
     source = node_arg(node)
     a, b = source.meta["val"], node.meta["val"]
     if len(a.shape) != len(b.shape):
@@ -246,7 +248,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     if args["alpha"] != 1:
         product = emit(module, aten.mul.Tensor, (product, args["alpha"]), node)
     if args["beta"] == 0:
-        return _named(node, product)  # no addition of 0 * c: PyTorch ignores c here, even if it holds NaN
+        return _named(node, product)  # without 0 * c: PyTorch ignores c here, even if it contains NaN
     added = args["self"]
     if args["beta"] != 1:
         added = emit(module, aten.mul.Tensor, (added, args["beta"]), node)
@@ -254,7 +256,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`new_ones(x, [2, 3])` takes from x dtype and device alone."""
+    """`new_ones(x, [2, 3])` takes only the dtype and the device from x."""
     args, val = bound_args(node), node.meta["val"]
     target, fill = _NEW[operator_of(node)]
     extra = (args["fill_value"],) if fill else ()
@@ -262,8 +264,12 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and does not read x."""
-    args, val, sizes = bound_args(node), node.meta["val"], read_sizes(module, node_arg(node), node)
+    """`rand_like(x)` is `rand([2, 3])`: it draws the same count of numbers, and does not read x."""
+    args, val = bound_args(node), node.meta["val"]
+    sizes: list[Argument] = list(val.shape)
+    for i, size in enumerate(sizes):
+        if not isinstance(size, int):
+            sizes[i] = emit(module, aten.sym_size.int, (node_arg(node), i), node)
     target, bound_names = _DRAWS[operator_of(node)]
     bounds = (args[name] if name else 0 for name in bound_names)
     return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
@@ -275,14 +281,14 @@ _DRAWS: dict[OpOverload[..., object], tuple[OpOverload[..., object], tuple[str, 
     aten.randint_like.default: (aten.randint.low, ("", "high")),
     aten.randint_like.low_dtype: (aten.randint.low, ("low", "high")),
 }
-"""Op -> the op that draws from sizes, and the arguments that bound its numbers ('': zero)."""
+"""Op -> (the op that draws from sizes, the arguments that bound its numbers; '' is zero)."""
 _NEW: dict[OpOverload[..., object], tuple[OpOverload[..., object], bool]] = {
     aten.new_zeros.default: (aten.zeros.default, False),
     aten.new_ones.default: (aten.ones.default, False),
     aten.new_empty.default: (aten.empty.memory_format, False),
     aten.new_full.default: (aten.full.default, True),
 }
-"""Op -> the op that creates the tensor from sizes, and whether it takes a fill value."""
+"""Op -> (the op that creates the tensor from sizes, whether it takes a fill value)."""
 
 
 def _by_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -306,14 +312,14 @@ def _memory_order(value: Tensor) -> list[int]:
     # `empty_like` decides, because it drops gaps and overlaps, as the results of ops do
     with getattr(value, "fake_mode", nullcontext()):
         strides = [hint(stride) for stride in torch.empty_like(value).stride()]
-    # dims of size 1 stay in place: their strides mean nothing
+    # dims of size 1 stay in place: their strides are arbitrary
     longer = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
     ordered = iter(sorted(longer, key=lambda d: -strides[d]))
     return [next(ordered) if d in longer else d for d in range(value.ndim)]
 
 
 def _note_memory_orders(module: fx.GraphModule) -> bool:
-    """Notes how operands lie in memory of ops that may read it, for `localize`."""
+    """Records the memory order of operands for ops that may read memory; `localize` uses it."""
     for node in filter(reads_memory, module.graph.nodes):
         operands = [n for n in node.all_input_nodes if is_tensor(n) and n.meta["val"].layout == torch.strided]
         orders = {node.all_input_nodes.index(n): _memory_order(n.meta["val"]) for n in operands}
@@ -322,10 +328,12 @@ def _note_memory_orders(module: fx.GraphModule) -> bool:
 
 
 def _from_memory(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`as_strided(x, [3, 4], [2, 1], 3)` reads the memory of x: that of `flat = x.permute(1, 0).flatten()[3:]`.
+    """Reads the memory of x through a flat, contiguous tensor.
+
+    `as_strided(x, [3, 4], [2, 1], 3)` reads `flat = x.permute(1, 0).flatten()[3:]`.
 
     Raises:
-        CaptureError: x lies in memory with gaps.
+        CaptureError: the memory of x has gaps.
     """
     args = bound_args(node)
     x, size, stride = args["self"], args["size"], args["stride"]
@@ -345,7 +353,7 @@ def _from_memory(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _is_dense(value: Tensor, order: Sequence[int]) -> bool:
-    """Whether a tensor has no gaps and no overlaps in memory, where its dims lie in this order."""
+    """Whether a tensor is free of gaps and overlaps in memory, with its dims in this order."""
     expected = 1
     for dim in reversed(order):
         if hint(value.shape[dim]) != 1:
@@ -356,7 +364,7 @@ def _is_dense(value: Tensor, order: Sequence[int]) -> bool:
 
 
 def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`numel(x)` is the product of the sizes: of the whole x, where a rank counts the elements of its part."""
+    """`numel(x)` is the product of the global sizes; a rank would count only its slice's elements."""
     shape = node_arg(node).meta["val"].shape
     known = math.prod(size for size in shape if isinstance(size, int))
     dynamic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
@@ -366,7 +374,7 @@ def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """The buffer itself for a `detach` of it."""
+    """The buffer itself instead of its `detach`."""
     source = node_arg(node)
     return source if source.meta.get("kind") == "buffer" else None
 
@@ -390,14 +398,14 @@ def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 def _dynamic_size(
     module: fx.GraphModule, node: fx.Node, tensors: Sequence[fx.Node], dim: int, size: torch.SymInt
 ) -> fx.Node:
-    """A dynamic size, read from the first of the tensors that has it; `dim` counts from the last dim."""
+    """A dynamic size, read from the first of the tensors that has it; `dim` is negative."""
     candidates = (t for t in tensors if len(t.meta["val"].shape) >= -dim)
     like = next(t for t in candidates if _equal(t.meta["val"].shape[dim], size))
     return emit(module, aten.sym_size.int, (like, dim), node)
 
 
 _VIEWS: dict[Target, Rewrite] = {aten.narrow.default: _as_slice, operator.getitem: _as_expand}
-"""Rewrites to views that functionalize can invert; so they run before it."""
+"""Rewrites to views that functionalize can invert, which is why they run before it."""
 
 
 def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:

@@ -1,14 +1,15 @@
-"""Finds rows that are sorted and put back, as mixtures of experts do, for ranks that divide them to sort their own.
+"""Finds rows that are sorted and put back, as mixtures of experts do: each rank may sort its own.
 
     order = sort(experts)             the order of all rows
     rows  = index(x, order // 2)      two rows of each token
     y     = grouped_mm(rows, w, offsets)
     z     = index(y, inverse)         the rows as they were
 
-A sort of the whole batch takes the whole of it. But what becomes of a row depends on that row alone, wherever it lies
-meanwhile: so each rank may sort its own rows, multiply them, and put them back. Between the sort and the end what a
-rank holds is no slice of the unsharded model's value, and offsets are those of its own rows. So nothing there may be
-converted, or be taken by an op that is not known to keep rows apart: then all is left as it is.
+Sorting the whole batch would require the full batch on each rank. But the result of a row depends
+only on that row, wherever the sort puts it. So each rank may sort its own rows, multiply them, and
+put them back. In between, a rank's values are not slices of the unsharded model's values, and
+offsets count the rank's own rows. So these values must not be converted, and may only feed ops
+known to keep rows apart; otherwise the pass leaves the graph as it is.
 """
 
 from __future__ import annotations
@@ -54,13 +55,14 @@ Kind = Literal[
     "given", "sorted", "keys", "order", "sorted order", "inverse", "tokens", "rows", "counts", "ends", "plain",
     "put back",
 ]  # fmt: skip
-"""What a value is: what is sorted, a sort's results, the sorted keys, the order of rows, the results of sorting that,
-its inverse, the token of each ordered row, rows in order, how many there are of each key, where these end, memory
-whose values are the same in any order, or rows as they were."""
+"""The role of a value between a sort and the end: the sort's operand ("given"), its result, the sorted
+keys, the order of rows, the result of sorting that order, its inverse, the token of each ordered
+row, rows in order, the number of rows per key, the ends of these groups, memory with values
+independent of the order ("plain"), or rows in their first order ("put back")."""
 _OUTSIDE: Collection[Kind] = ("plain", "put back")
-"""Kinds of which any op may take what it will."""
+"""Kinds that any op may take."""
 _PARTS: Mapping[Kind, Mapping[object, Kind]] = {"sorted": {0: "keys", 1: "order"}, "sorted order": {1: "inverse"}}
-"""The kinds of a sort's results, by number; all results of another op are what the list of them is."""
+"""The kinds of a sort's results, by number; results of other ops share the kind of their list."""
 _SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
 _VIEWS = (*_SHAPED, aten.expand.default)
 _SORTS: Mapping[OpKey, Kind] = {
@@ -69,35 +71,38 @@ _SORTS: Mapping[OpKey, Kind] = {
     aten.argsort.default: "order",
     aten.argsort.stable: "order",
 }
-"""A sort -> what it gives."""
+"""Sort -> the kind of its result."""
 _PARTS_OF = (
     *_VIEWS, aten.flatten.using_ints, aten.select.int, aten.slice.Tensor, aten.contiguous.default, aten.clone.default,
     aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.detach.default,
 )  # fmt: skip
-"""Ops whose results have no elements but their operand's."""
+"""Ops with results made only of their operand's elements."""
 _COUNTS = (aten.histc.default, aten.cumsum.default)
 _LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
 _VIEWED: Collection[Kind] = ("order", "tokens", "inverse")
-"""Kinds of which views are what they are."""
+"""Kinds that views preserve."""
 _NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
-"""Dtypes that hold the numbers of experts and rows."""
+"""Dtypes that can represent the numbers of experts and rows."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """An op that is not the same for each row: what it takes between a sort and the end, and what it gives."""
+    """An op that treats rows differently, with the kinds that it takes and gives."""
 
     takes: Mapping[str, Kind]
-    """By the names of its arguments."""
+    """Argument name -> kind."""
     gives: Kind
     row: str
-    """n are rows, t tokens of k rows each."""
+    """The op's row: n are rows, t tokens of k rows each."""
     options: RowKeywords = field(default_factory=lambda: RowKeywords())
 
 
 def _by_sorting(dtype: torch.dtype) -> RowKeywords:
-    """The inverse of an order is what sorts it: the place of each row among this rank's, and not among all."""
+    """Row options that compute an inverse by sorting the order.
+
+    The sort gives the place of each row among this rank's rows, not among all.
+    """
 
     def local(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
         return aten._to_copy.default(aten.argsort.default(indices[0]), dtype=dtype)
@@ -146,9 +151,10 @@ class _LeavesError(Exception):
 
 
 def keep_own_order(module: fx.GraphModule) -> bool:
-    """Gives ops between a sort and the end rows in which they split what is sorted; returns whether there are any.
+    """Gives ops from a sort to the end rows that split the sorted dim; returns whether it gave any.
 
-    Their meta 'own_order' has the kind of what they give: `own_order_choice` is the one choice of each.
+    Their meta 'own_order' is the kind of their result; `own_order_choice` is the only choice of
+    each.
     """
     is_any = False
     for sort in list(module.graph.nodes):
@@ -160,7 +166,7 @@ def keep_own_order(module: fx.GraphModule) -> bool:
 
 
 def own_order_choice(node: fx.Node, axis: MeshAxis) -> Choice:
-    """The one choice of an op that keeps rows apart: its rows are split, or it has none."""
+    """The only choice of an op that keeps rows apart: it splits the rows, if the op has any."""
     row = node_row(node)
     if row is not None and node.target is EXPERT_COUNTS:
         return next(choice for choice in choices(row, axis.size) if choice.axes)
@@ -168,17 +174,17 @@ def own_order_choice(node: fx.Node, axis: MeshAxis) -> Choice:
 
 
 def _split(row: Row, ranks: int) -> Choice | None:
-    """The choice that splits rows, which are the first dim of all that has them."""
+    """The choice that splits rows, which are the first dim of each tensor that has them."""
     splits = (choice for choice in choices(row, ranks) if choice.splits_dynamic)
     tensors = ((c, [at for at in (*c.operands, *c.results) if isinstance(at, Shard)]) for c in splits)
     return next((choice for choice, split in tensors if all(at.dim == 0 for at in split)), None)
 
 
 class _Followed:
-    """What the results of a sort reach, until rows are put back.
+    """Follows the results of a sort until rows are put back.
 
     Raises:
-        _LeavesError: something may look across rows.
+        _LeavesError: an op may mix rows.
     """
 
     def __init__(self, sort: fx.Node) -> None:
@@ -189,15 +195,15 @@ class _Followed:
         if dynamic_factor(self._count, multiples_of(sort.graph)) is None:
             raise _LeavesError
         self._per_token = 0
-        """The number of rows of each token, once it is known."""
+        """The number of rows per token; 0 until it is known."""
         self._given = _source(given)
         self._kinds: dict[fx.Node, Kind] = {sort: _SORTS[sort.target]}
         self.rows: dict[fx.Node, Row | None] = {sort: _row_of_sort(sort)}
         """The row of each op that keeps rows apart."""
         self._waiting = set(sort.users)
-        """What takes one of these values, and is still to come."""
+        """Users of these values that the walk has not reached yet."""
         self._counts_all = True
-        """Whether each row is known to be before the last end."""
+        """Whether every row is known to precede the last end."""
         node = self._given
         while self._waiting:
             node = node.next
@@ -207,7 +213,7 @@ class _Followed:
             raise _LeavesError
 
     def mark(self) -> None:
-        """Notes rows and kinds in the ops."""
+        """Writes rows and kinds to the ops' metadata."""
         for node, row in self.rows.items():
             node.meta |= {"row": row, "own_order": self._kinds[node]}
             if self._kinds[node] == "ends":
@@ -234,7 +240,7 @@ class _Followed:
             self._waiting.update(node.users)
 
     def _step(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> tuple[Kind, Row | None]:
-        """What an op gives, and its row."""
+        """The kind of an op's result, and the op's row."""
         args = bound_args(node)
         by_name = {name: kind for name, value in args.items() if (kind := _kind_of(value, taken)) is not None}
         for step in entry(_STEPS, node.target) or ():
@@ -258,7 +264,7 @@ class _Followed:
         raise _LeavesError
 
     def _row(self, node: fx.Node, args: Mapping[str, Argument], step: _Step) -> Row:
-        """The row of a step, whose arguments must fit."""
+        """The row of a step; raises if the op's arguments do not fit the step."""
         indices, per_token = args.get("indices", [None]), self._per_token if "tokens" in step.takes.values() else 1
         is_indexing = not {"index", "indices"}.isdisjoint(args)
         whole = args["self"].meta["val"] if is_indexing and "self" not in step.takes else None
@@ -285,7 +291,7 @@ class _Followed:
             raise _LeavesError from error
 
     def _is_count(self, value: object) -> bool:
-        """Whether a value counts the rows, from zero."""
+        """Whether a value is `arange` over the rows, from zero."""
         if not is_tensor(value) or not str(value.target).startswith("aten.arange."):
             return False
         args, count = bound_args(value), size_expr(value.meta["val"].shape[0])
@@ -299,7 +305,7 @@ class _Followed:
         self._per_token = divisor
 
     def _is_of_each_row(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> bool:
-        """Whether an op computes rows of its results from the same rows of what it takes, and from what has none."""
+        """Whether an op computes a row of its results from the same row of the sorted operands only."""
         row = node_row(node)
         choice = _split(row, 2) if row is not None else None
         if choice is None:
@@ -311,14 +317,14 @@ class _Followed:
 
 
 def _source(value: fx.Node) -> fx.Node:
-    """What a value has the elements of."""
+    """The value that has the same elements, before reshapes and casts."""
     while value.target in (*_SHAPED, aten.flatten.using_ints) or _keeps_numbers(value):
         value = operands(value)[0]
     return value
 
 
 def _keeps_numbers(node: fx.Node) -> bool:
-    """Whether an op casts integers, or counts, to a dtype that holds them too."""
+    """Whether an op casts integers, or counts, to a dtype that represents them too."""
     if node.target not in CASTS:
         return False
     (operand, *_), result = operands(node), node.meta["val"].dtype
@@ -327,7 +333,7 @@ def _keeps_numbers(node: fx.Node) -> bool:
 
 
 def _keys_below(value: fx.Node) -> float:
-    """What all indices that PyTorch has computed are less than; infinity if it is not known."""
+    """The exclusive upper bound of indices that PyTorch computed; infinity if unknown."""
     while value.target in _PARTS_OF:
         value = operands(value)[0]
     if not _is_index(value):
@@ -338,7 +344,7 @@ def _keys_below(value: fx.Node) -> float:
 
 
 def _counted_below(node: fx.Node) -> float:
-    """What all keys are less than that are counted; 0 if it is not known."""
+    """The exclusive upper bound of the keys that an op counts; 0 if unknown."""
     args = bound_args(node)
     if node.target is aten.histc.default:
         return float(args["max"]) + 1
@@ -349,7 +355,7 @@ def _counted_below(node: fx.Node) -> float:
 
 
 def _is_index(value: fx.Node) -> bool:
-    """Whether a value is an index that PyTorch has computed: none is below zero, where a count would miss it."""
+    """Whether PyTorch computed a value as an index, so never below zero, where a count would miss it."""
     while value.target in _PARTS_OF:
         value = operands(value)[0]
     if value.target is operator.getitem and value.args[1] == 1:
@@ -358,7 +364,7 @@ def _is_index(value: fx.Node) -> bool:
 
 
 def _kind_of(value: Argument, taken: Mapping[fx.Node, Kind]) -> Kind | None:
-    """The kind of an argument, or of what a list of indices holds."""
+    """The kind of an argument, or of an item in a list of indices."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return next((taken[item] for item in values if isinstance(item, fx.Node) and item in taken), None)
 

@@ -1,14 +1,15 @@
-"""Cuts a joint graph in two: what a rank runs forward, and what it runs when the gradients of the results have come.
+"""Cuts a joint graph into the forward and the backward that a rank runs.
 
     forward     (state, inputs) -> (results, saved values)
     backward    (saved values, gradients of the results) -> the gradients of state and inputs, unsummed parts
 
-What autograd saves is saved, so that memory is the same; but of a value that is saved, views are made again.
+Forward saves the same values as autograd, so memory is the same; but views of a saved value are
+computed again.
 
-Backward computes the values of a region that is marked again, from what the region takes from outside (see
-`torch.utils.checkpoint`; T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). What was sent or drawn
-is saved: no other numbers are drawn, and no collective is sent twice, but for those that gather a split sequence (see
-`ir.gathered_again`).
+Backward recomputes the values of a marked region from the region's inputs (see
+`torch.utils.checkpoint`; T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+Received and random values are saved: random numbers are not drawn again, and collectives are not
+repeated, except gathers of a split sequence (see `ir.gathered_again`).
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ class Partition:
     forward: fx.GraphModule
     backward: fx.GraphModule
     given: Gradients
-    """For which results backward takes gradients."""
+    """For each result, whether backward takes its gradient."""
     saved: tuple[str, ...]
-    """The names of the values that pass from one to the other, tensors first; of sizes, what they are."""
+    """Names of the values that forward passes to backward, tensors first; sizes by their expression."""
     saved_tensors: int
-    """How many of them are tensors."""
+    """The number of tensors among them."""
     parts: tuple[Part, ...] = ()
-    """What backward gives behind the gradients of state and inputs."""
+    """The results of backward after the gradients of state and inputs."""
 
 
 def partition(joint: fx.GraphModule, kept: Collection[str] = ()) -> Partition:
@@ -92,7 +93,10 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _is_of_backward(node: fx.Node) -> bool:
-    """Whether the backward runs a node. Sizes of the forward's values are read there: these need not be kept."""
+    """Whether backward runs a node.
+
+    Forward reads the sizes of its own values, so that backward does not keep a value for its size.
+    """
     if node.target in (aten.sym_size.int, aten.sym_numel.default):
         (value,) = node.all_input_nodes
         return bool(value.meta.get("is_backward")) or _is_gradient(value)
@@ -102,15 +106,15 @@ def _is_of_backward(node: fx.Node) -> bool:
 def _needed(
     joint: fx.GraphModule, forward: Sequence[fx.Node], backward: Sequence[fx.Node], kept: Collection[str]
 ) -> tuple[set[fx.Node], Sequence[fx.Node]]:
-    """The values of the forward that backward needs, and those of them that it computes again, in order."""
+    """The forward's values that backward needs, and those that it recomputes, in order."""
     _, gradients = results_of(joint.graph)
     needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
     outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
-    """What is needed by another region than that which computes it."""
+    """values that a region other than their own needs"""
     unsteady = {n for state in written_state(joint.graph) for reader in state.users for n in read_by(reader)}
     again, costs_nothing = list[fx.Node](), partial(_costs_nothing, needed=needed, kept=kept)
     for node in reversed(forward):
-        if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not
+        if node not in needed or node.op == "placeholder":  # arguments are kept anyway, gathered or not
             continue
         in_region = _region(node) and node not in outside and node not in unsteady and _gives_the_same(node)
         if in_region or node.meta.get("gathered_again"):
@@ -123,19 +127,19 @@ def _needed(
 
 
 def _region(node: fx.Node) -> str:
-    """The region that computes its values again; '' for none. A placeholder belongs to none."""
+    """The region that recomputes a node's values, or ''; placeholders belong to no region."""
     return "" if node.op == "placeholder" else str(node.meta.get("recompute", ""))
 
 
 def _gives_the_same(node: fx.Node) -> bool:
-    """Whether an op computes the same when it runs again, and disturbs nobody by that."""
+    """Whether an op computes the same if it runs again, without side effects."""
     if node.target is operator.getitem:
         return _gives_the_same(node.all_input_nodes[0])
     return not (_is_size(node) or communicates(node.target) or _is_drawn(node) or writes(node))
 
 
 def _is_drawn(node: fx.Node) -> bool:
-    """Whether a value was drawn, or is the part of it that was copied: the rest need not be kept."""
+    """Whether a value is random, or a copy of part of a random one: then the rest can be freed."""
     if node.target not in (aten.clone.default, aten.cat.default):
         return uses_rng(node)
     sources = node.all_input_nodes
@@ -145,13 +149,16 @@ def _is_drawn(node: fx.Node) -> bool:
 
 
 def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> list[fx.Node]:
-    """The ops of the backward, each behind those that compute again what it needs: so that little is held at a time."""
+    """The ops of backward, each right after those that recompute its operands, to save memory."""
     place = {node: i for i, node in enumerate(again)}
     return behind_needs([*backward, *again], lambda node: place.keys() & set(node.all_input_nodes), place)
 
 
 def _saved_name(node: fx.Node, found: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
-    """The same whichever results backward is given the gradients of: sizes have the names of what they are."""
+    """The name of a saved value, independent of which gradients backward receives.
+
+    Sizes are named by their expression.
+    """
     value = node.meta["val"]
     if isinstance(value, torch.SymInt):
         return str(value.node.expr.xreplace(found))
@@ -159,12 +166,12 @@ def _saved_name(node: fx.Node, found: Mapping[sympy.Symbol, sympy.Symbol]) -> st
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a value is a number, and neither a tensor nor several of them, as what a split gives."""
+    """Whether a value is a number, not a tensor or a tuple of tensors, such as a split's result."""
     return not any(isinstance(value, torch.Tensor) for value in values(node))
 
 
 def _costs_nothing(node: fx.Node, needed: set[fx.Node], kept: Collection[str]) -> bool:
-    """Whether saving a value takes no memory that is not taken anyway."""
+    """Whether saving a value takes no additional memory."""
     is_there = node.op == "placeholder" or node in needed or node.name in kept or node.meta.get("gathered_again")
     return is_there or _is_size(node)
 
@@ -172,7 +179,7 @@ def _costs_nothing(node: fx.Node, needed: set[fx.Node], kept: Collection[str]) -
 def _part(
     joint: fx.GraphModule, nodes: Sequence[fx.Node], results: Sequence[Argument], arguments: Iterable[fx.Node] = ()
 ) -> fx.GraphModule:
-    """A graph of some of the nodes of another."""
+    """A graph of some nodes of the joint graph."""
     module, copies = empty_module(joint.meta), dict[fx.Node, fx.Node]()
     graph = module.graph
     for node in nodes:
@@ -188,23 +195,24 @@ def _part(
 
 
 def _tidy(joint: fx.GraphModule) -> None:
-    """Leaves out what autograd does twice: equal views and sizes, transposes of transposes, detached values."""
+    """Removes nodes that autograd repeats: equal views and sizes, double transposes, detaches."""
     seen: dict[object, fx.Node] = {}
-    # two results of the model stay two tensors, or a change of one in place would change the other
+    # two results of the model stay two tensors: otherwise changing one in place would change the
+    # other
     results = set(joint.graph.find_nodes(op="output")[0].all_input_nodes)
     for node in list(joint.graph.nodes):
         same = _same_as(node, seen)
         if same is not None and not (node in results and same in results):
             if node in results:
                 results.add(same)
-            if same.meta.get("is_backward"):  # the one may be known as a gradient, and the other not
+            if same.meta.get("is_backward"):  # one may be known as a gradient, the other not
                 same.meta = node.meta | same.meta
             node.replace_all_uses_with(same)
             joint.graph.erase_node(node)
 
 
 def _same_as(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
-    """An earlier node that has the value of this one."""
+    """An earlier node with the same value."""
     if node.op != "call_function":
         return None
     if node.target is aten.detach.default:

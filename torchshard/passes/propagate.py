@@ -1,6 +1,7 @@
-"""Runs ops on fake values, as torch.fx's FakeTensorProp does: `localize` for the nodes it adds, `verify` for all nodes.
+"""Runs ops on fake values, as torch.fx's FakeTensorProp does.
 
-A model repeats its layers, and the ranks repeat each other's graphs, so results are cached by the text of the call.
+`localize` does this for the nodes that it adds, `verify` for all nodes. A model repeats its layers,
+and the ranks repeat each other's graphs, so results are cached by the text of the call.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from torchshard.passes.nodes import call_target
 
 
 class Seen:
-    """Results of ops on fake values. A caller shares one between the ranks of one program, so that it stays small."""
+    """A cache of results of ops on fake values; the ranks of one program share it."""
 
     def __init__(self) -> None:
         self.results: dict[str, Argument] = {}
         """The text of a call -> its result."""
         self.numbers = new_fake_mode()
-        """The mode of values whose sizes are numbers: ops on these take a fraction of the time."""
+        """The fake mode with concrete sizes, in which ops take a fraction of the time."""
         self._texts: dict[int, tuple[Argument, str]] = {}
-        """The identity of a value -> the value, and its text: many ops have one result."""
+        """The id of a value -> the value and its text, because many ops have the same result."""
         self._in_numbers: dict[int, tuple[Argument, Argument]] = {}
 
     def text(self, value: Argument) -> str:
@@ -35,7 +36,7 @@ class Seen:
         return self._texts[id(value)][1]
 
     def in_numbers(self, value: Argument) -> Argument:
-        """A value of the mode `numbers` that has the sizes of the example inputs, and else is like another."""
+        """A value's counterpart in the mode `numbers`, with the example inputs' sizes for symbols."""
         if id(value) not in self._in_numbers:
             with self.numbers:
                 self._in_numbers[id(value)] = value, in_numbers(value)
@@ -43,7 +44,7 @@ class Seen:
 
 
 def propagate(module: fx.GraphModule, seen: Seen) -> None:
-    """Computes the value of each op that has none."""
+    """Computes the missing values of ops."""
     with faking(fake_mode(module.graph)):
         for node in module.graph.nodes:
             if node.op == "call_function" and "val" not in node.meta:
@@ -54,7 +55,7 @@ def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen, *, n
     """The result of an op on the fake values of its operands; to be called within `faking`.
 
     Args:
-        numbers: the values are of the mode `seen.numbers`.
+        numbers: whether the values belong to the mode `seen.numbers`.
     """
     args, kwargs = in_numbers((node.args, node.kwargs)) if numbers else (node.args, node.kwargs)
     call = repr((node.target, numbers, fx.map_arg((args, kwargs), lambda n: seen.text(value_of(n)))))

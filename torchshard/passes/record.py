@@ -1,10 +1,15 @@
-"""Records a part of a rank's graph with its backward, as AOTAutograd does: `make_fx` of forward and autograd.grad.
+"""Records a segment with its backward, as AOTAutograd does: `make_fx` of forward and autograd.grad.
 
-Each op has PyTorch's own gradient, and each collective its dual. Equal parts, such as a model's repeated layers, are
-recorded once: a recording knows the part's ops by their numbers alone.
+Each op has PyTorch's own gradient, and each collective its dual. Equal segments, such as a model's
+repeated layers, are recorded once, because a recording refers to ops only by number.
 
-PyTorch runs some ops on the meta device, `where` with a number and losses among them, without recording a gradient; so
-parts there are recorded as if they were on the CPU.
+The module replaces AOTAutograd's tracing. AOTAutograd could replace it in turn if its trace named,
+for each node, the segment's op that it belongs to and the values that it is, or is a gradient of;
+if equal segments shared a trace, with the group names of each rank; and if gradients that assume
+more about sizes than the graph does were an error.
+
+On the meta device PyTorch runs some ops without recording a gradient (`where` with a number, and
+losses). So segments on that device are recorded as if they were on the CPU.
 """
 
 from __future__ import annotations
@@ -49,26 +54,27 @@ from torchshard.passes.nodes import upstream
 aten = torch.ops.aten
 
 Gradients = tuple[bool, ...]
-"""For each result of a graph, whether backward is given its gradient."""
+"""For each result of a graph, whether backward receives its gradient."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The joint graph of a part: (arguments, a gradient for each floating result) -> (results, gradients).
+    """The joint graph: (arguments, gradients of floating results) -> (results, gradients).
 
-    Its nodes' meta has 'is_backward'; 'origin', the number of the part's node whose forward or backward it belongs to;
-    'value', the number of the node whose value it is, and 'gradients', those of the nodes whose gradient it is, if any.
-    A gradient is None where an argument needs none, or where it does not depend on those that are given.
+    Meta of its nodes: 'is_backward'; 'origin', the number of the segment's node with the forward or
+    backward that the node belongs to; 'value', the number of the node that computes the same value;
+    'gradients', the numbers of the nodes that it is the gradient of. A returned gradient is None
+    where an argument needs none or does not depend on the given gradients.
     """
 
     graph: fx.Graph
     given: Gradients
-    """The results whose gradients are given and have an effect."""
+    """For each result, whether its gradient is given and has an effect."""
     groups: tuple[str, ...] = ()
-    """The simulated groups that its collectives are over."""
+    """The simulated groups of its collectives."""
 
     def among(self, groups: tuple[str, ...]) -> Recording:
-        """The same of another rank, whose groups these are."""
+        """The recording for another rank, with that rank's groups instead."""
         if groups == self.groups:
             return self
         names, copied, copies = dict(zip(self.groups, groups, strict=True)), fx.Graph(), dict[fx.Node, fx.Node]()
@@ -79,11 +85,11 @@ class Recording:
 
 
 def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
-    """The recording of a part, or of an equal one of the same captured graph.
+    """The recording of a segment, or of an equal one from the same captured graph.
 
     Raises:
-        NotImplementedError: the gradients hold for some of the sizes alone that the graph holds for.
-        CaptureError: a gradient is computed by writes that have no functional form.
+        NotImplementedError: the gradients assume more about dynamic sizes than the graph does.
+        CaptureError: a gradient is computed by writes that can't be made functional.
     """
     known: dict[object, Recording] = part.meta.setdefault("recordings", {})
     groups = _simulated_groups(part.graph)
@@ -100,7 +106,10 @@ def _simulated_groups(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _key(graph: fx.Graph, groups: Sequence[str]) -> tuple[object, ...]:
-    """Equal for parts that compute the same of values with the same strides, on whichever simulated rank."""
+    """A key that is equal for segments that compute the same on values of the same strides.
+
+    Which simulated rank a segment belongs to does not change its key.
+    """
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     own = sizes_found(graph)
     group = {name: f"group {i} of {name.split('/')[2]}" for i, name in enumerate(groups)}
@@ -121,16 +130,16 @@ def _key(graph: fx.Graph, groups: Sequence[str]) -> tuple[object, ...]:
 
 
 def sizes_found(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Symbol]:
-    """The sizes that calls of a graph find -> names by their order: in an equal graph these are other ones."""
+    """Data-dependent sizes of a graph -> names in order of appearance, which equal graphs share."""
     found = [size_expr(n.meta["val"].shape[0]) for n in graph.find_nodes(op="call_function", target=DISPATCH)]
     return {size: sympy.Symbol(f"rows{i}") for i, size in reversed([*enumerate(found)]) if not isinstance(size, int)}
 
 
 def value_type(value: object, sizes: Mapping[sympy.Symbol, sympy.Symbol] = MappingProxyType({})) -> object:
-    """Equal for values of the same shape, strides, dtype and device.
+    """A key that is equal for values of the same shape, strides, dtype and device.
 
     Args:
-        sizes: what takes the place of dynamic sizes.
+        sizes: substitutions for dynamic sizes.
     """
 
     def sized(size: Size) -> int | sympy.Expr:
@@ -179,8 +188,8 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
-        saved_tensors_hooks(_same, _same),  # checkpoints around the call would keep what is recorded
-        torch.autograd.set_detect_anomaly(False),  # tensors without values have no NaNs to look for
+        saved_tensors_hooks(_same, _same),  # checkpoint hooks around the call would keep recorded tensors alive
+        torch.autograd.set_detect_anomaly(False),  # fake tensors contain no NaNs to search for
         contextlib.closing(recorder),
     ):
         traced = make_fx(joint)(primals, tangents)
@@ -199,13 +208,16 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
 
 
 def _kernels_unguarded(graph: fx.Graph, mode: Mode) -> AbstractContextManager[object]:
-    """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right."""
+    """Suppresses guards from PyTorch's choice of a convolution kernel by batch size: any is right."""
     has_any = any("conv" in str(node.target) for node in graph.nodes)  # conv2d, conv_transpose1d, convolution, ...
     return _SuppressingGuards(mode) if has_any else contextlib.nullcontext()
 
 
 class _SuppressingGuards(TorchDispatchMode):
-    """Runs convolutions without new guards: forward's are known, and a gradient has its value's sizes."""
+    """Runs convolutions without new guards.
+
+    The forward's guards are known already, and a gradient has its value's sizes.
+    """
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
@@ -222,7 +234,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
-    """Replaces a device by another, in arguments and in values."""
+    """Replaces one device by another, in arguments and in values."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -237,7 +249,7 @@ def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
 
 
 def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
-    """As `torch.histc`, which PyTorch's CPU has for floating numbers alone; models count integers on other devices."""
+    """`torch.histc` for all dtypes: PyTorch's CPU kernel refuses integers, which models use elsewhere."""
     return aten.histc.default(x.float(), bins, min, max).to(x.dtype)
 
 
@@ -246,19 +258,19 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _gradients(results: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Any]) -> Sequence[Tensor | None]:
-    """As torch.autograd.grad, which refuses to be asked for none."""
+    """`torch.autograd.grad`, also for an empty list of results or inputs, which PyTorch refuses."""
     if not results or not wanted:
         return [None] * len(wanted)
     return torch.autograd.grad(results, wanted, given, allow_unused=True)
 
 
 def _leaf(node: fx.Node) -> Tensor:
-    """A fake tensor of its own for a placeholder, for equal ones share theirs."""
+    """A fake tensor for one placeholder only: equal placeholders share theirs."""
     return _empty(node.meta["val"]).requires_grad_(bool(node.meta.get("needs_grad")))
 
 
 def _empty(value: Tensor, device: torch.device | None = None) -> Tensor:
-    """A new fake tensor like another one."""
+    """A new fake tensor with the shape, strides and dtype of another."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
 
 
@@ -267,27 +279,28 @@ def _has_gradient(value: object) -> bool:
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a part while PyTorch records it, and notes which recorded node is which value or gradient."""
+    """Runs a segment while PyTorch records it, and finds the value or gradient that each node is."""
 
     def __init__(self, part: fx.GraphModule) -> None:
         super().__init__(part)
         self._number = {node: i for i, node in enumerate(part.graph.nodes)}
         self._values: dict[fx.Node, int] = {}
-        """Recorded node -> the number of the node whose value it is."""
+        """Recorded node -> the number of the segment's node with this value."""
         self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
-        """Recorded node -> the numbers of the nodes whose gradient it is."""
+        """Recorded node -> the numbers of the nodes that it is the gradient of."""
         self._origins: dict[fx.Node, tuple[int | None, bool]] = {}
-        """Recorded node -> (the number of the op that it belongs to, whether the op's backward recorded it)."""
+        """Recorded node -> (number of the op that it belongs to, whether it is part of the op's
+        backward)."""
         self._origin: int | None = None
         self._is_backward = False
         self._steps: set[Any] = set()
-        """Steps of autograd's backward that are marked."""
+        """Autograd nodes that are marked."""
         self._hooks: list[RemovableHandle] = []
         self._copies: dict[fx.Node, Mapping[str, Argument]] = {}
-        """Recorded nodes that make a value contiguous if it is not -> in which order of memory."""
+        """Recorded nodes for `contiguous()` -> its keyword arguments (the memory format)."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs an op, and notes its value and, when backward comes to it, its gradient."""
+        """Runs an op, and notes its value and, when backward reaches it, its gradient."""
         if n.op != "call_function":
             return super().run_node(n)
         number = self._number[n]
@@ -305,7 +318,10 @@ class _Recorder(fx.Interpreter):
         return result
 
     def _copied(self, x: Tensor, kwargs: Mapping[str, Argument]) -> Tensor:
-        """A fake value that is contiguous already, for which PyTorch would record nothing: the real one may not be."""
+        """A copy of a fake value that is contiguous already, where PyTorch would record no op.
+
+        The real value may not be contiguous.
+        """
         copied: Tensor = aten.clone.default(x)
         self._copies[_recorded(copied)] = kwargs
         return copied
@@ -316,7 +332,7 @@ class _Recorder(fx.Interpreter):
         self._gradients[_recorded(gradient)].append(number)
 
     def _follow(self, step: Any, origin: int) -> None:
-        """Marks the steps of an op's backward as belonging to the op; earlier ops' steps are marked already."""
+        """Marks the autograd nodes of an op's backward as the op's; earlier ops have marked theirs."""
         waiting = [step]
         while waiting:
             step = waiting.pop()
@@ -326,17 +342,21 @@ class _Recorder(fx.Interpreter):
                 waiting += [following for following, _ in step.next_functions]
 
     def _mark(self, origin: int) -> None:
-        """What is recorded from now on belongs to this op."""
+        """Attributes the nodes recorded from now on to an op."""
         self._settle(_graph_being_recorded())
         self._origin = origin
 
     def begin_backward(self) -> None:
-        """What is recorded from now on is the backward."""
+        """Attributes the nodes recorded from now on to the backward."""
         self._settle(_graph_being_recorded())
         self._is_backward = True
 
     def _settle(self, graph: fx.Graph) -> None:
-        """Notes where the nodes since the last mark belong; PyTorch may erase some of them again, even the last one."""
+        """Notes the origin of the nodes since the last mark.
+
+        PyTorch may erase some of them again, even the last one, so the last node is an unreliable
+        mark.
+        """
         for node in reversed(graph.nodes):
             if node in self._origins:
                 break
@@ -355,20 +375,20 @@ class _Recorder(fx.Interpreter):
                 node.meta["value"] = self._values[node]
             if node in self._gradients:
                 node.meta["gradients"] = self._gradients[node]
-        for result in results:  # a size is recorded when it is asked for, maybe behind all else
+        for result in results:  # a size is recorded when it is first read, maybe after all else
             if isinstance(result, fx.Node):
                 for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
                     node.meta["is_backward"] = False
 
     def close(self) -> None:
-        """Ends the watch on the backward."""
+        """Removes the hooks on the backward."""
         for hook in self._hooks:
-            hook.remove()  # autograd's steps and this object would hold each other, which Python does not see
+            hook.remove()  # autograd's nodes and this object would keep each other alive, in a cycle hidden from Python
         self._steps.clear()
 
 
 def _recorded(tensor: Tensor) -> fx.Node:
-    """The node that stands for a tensor in the graph that is being recorded."""
+    """The node of a tensor in the graph that is being recorded."""
     mode = get_proxy_mode()
     assert mode is not None
     node: fx.Node = get_proxy_slot(tensor, mode.tracer).proxy.node

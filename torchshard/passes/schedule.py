@@ -1,14 +1,16 @@
-"""Lets collectives run while the rank computes what does not need them.
+"""Overlaps collectives with independent computation.
 
     before    grad_up, weight_grad_up, grad_ln2, reduce(grad_ln2), ...
     after     grad_up, grad_ln2, begin_reduce(grad_ln2), weight_grad_up, wait, ...
 
-A collective becomes two nodes: it begins as soon as its operand is there, and is waited for where its result is needed.
-Between the two comes what was recorded before the next collective and does not depend on it: so the all-reduce of an
-input's gradient is hidden behind the product that gives the weight's, as Megatron-LM hides it. No two collectives
-change places, and no op is delayed past more than one of them, so that little more memory is held: of weights that are
-gathered, one is on its way while another is used. The order follows from the graph's structure alone, which is the same
-on every rank.
+A collective becomes two nodes: it begins as soon as its operand is computed, and is waited for
+where its result is needed. The ops recorded before the next collective that do not depend on the
+result run in between. So the all-reduce of an input's gradient overlaps with the product that
+computes the weight's gradient, as in Megatron-LM.
+
+Except for `sums_behind`, collectives keep their order, and an op is delayed past at most one of
+them, to limit memory: with gathered weights, one is in flight while another is used. The order
+depends only on the graph's structure, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Order = dict[fx.Node, None]
 
 
 def schedule(module: fx.GraphModule) -> bool:
-    """Splits each collective of a forward or backward graph in begin and wait, and puts other ops between the two."""
+    """Splits each collective of a forward or backward graph into begin and wait, and reorders ops."""
     collectives = [node for node in module.graph.nodes if communicates(node.target)]
     begun = [_split(module.graph, node) for node in collectives]
     recorded = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -44,7 +46,7 @@ def schedule(module: fx.GraphModule) -> bool:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Puts begin and wait in place of a collective; returns the one that begins."""
+    """Replaces a collective by begin and wait; returns the begin."""
     with graph.inserting_before(node):
         begin = graph.call_function(Begin(operator_of(node), _may_take_operand(node)), node.args)
         waiting = graph.call_function(wait, (begin,))
@@ -58,13 +60,13 @@ def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _frees_memory(waiting: fx.Node) -> bool:
-    """Whether what a collective was given takes more memory than what it gives."""
+    """Whether the operand of a collective takes more memory than its result."""
     begin = node_arg(waiting).target
     return isinstance(begin, Begin) and OPS[begin.op].kernel == "reduce_scatter"
 
 
 def _may_take_operand(node: fx.Node) -> bool:
-    """Whether it is an all-reduce and nobody else needs the memory of its operand, so that it may hold the result."""
+    """Whether the result of an all-reduce may overwrite its operand, which is not used elsewhere."""
     value = node_arg(node)
     if OPS[node.target].kernel != "all_reduce":
         return False
@@ -76,7 +78,11 @@ def _may_take_operand(node: fx.Node) -> bool:
 
 
 def _operands(ops: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What must run before each op: what gives its operands; what reads a buffer, before it is written to; draws."""
+    """The ops that must run before each op.
+
+    These are the ops of its operands, reads of a buffer before the op writes to it, and earlier
+    draws.
+    """
     before: dict[fx.Node, list[fx.Node]] = {}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     writers: dict[fx.Node, fx.Node] = {}
@@ -101,7 +107,7 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
     order: Order = {}
     place = {node: i for i, node in enumerate(ops)}
     waiting: list[fx.Node] = []
-    """Ops that are recorded before the latest collective, and have not run yet."""
+    """Ops recorded before the latest collective that have not run yet."""
     at = 0
 
     def not_run(node: fx.Node) -> list[fx.Node]:
@@ -109,6 +115,8 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
 
     for number, begin in enumerate(begun):
         latest = place[begun[number - 1]] if number else 0
+        # A wait comes as late as possible, unless ending the collective frees more memory than its
+        # result takes.
         due = {begin, *(n for n in waiting if place[n] < latest and (n.target is not wait or _frees_memory(n)))}
         missing = due.union(*(upstream(n, not_run) for n in due))
         order |= dict.fromkeys(sorted(missing, key=place.__getitem__))

@@ -1,9 +1,10 @@
 """Cuts a rank's graph into segments, between which PyTorch's autograd passes the gradients.
 
-A segment is one step of autograd with a backward of its own, so gradients exist of its arguments and results alone.
-Where a result of the model is used for another one (logits for a loss, hidden states for logits), users may ask for its
-gradient, or put a hook on it: there a segment ends. Results that are views of others are made by autograd itself, so
-that they may be changed in place.
+A segment is one step of autograd with its own backward, so gradients exist only for its arguments
+and results. Where one result of the model is computed from another (a loss from logits, logits from
+hidden states), users may request the gradient of the other, or put a hook on it: a segment ends
+there. Results that are views of others are made by autograd itself, so that they may be changed in
+place.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from torchshard.ir.segments import is_view_result, ops_of, parts_between, with_e
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a rank's graph."""
+    """A part of a rank's graph with its own backward."""
 
     graph: fx.GraphModule
     arguments: tuple[str, ...]
-    """The names, in the rank's graph, of the values that it takes."""
+    """Names, in the rank's graph, of the values that it takes."""
     results: tuple[str, ...]
-    """Those of the values that it gives."""
+    """Names, in the rank's graph, of the values that it returns."""
     is_view: bool
-    """Whether it makes a view of its argument, and nothing else."""
+    """Whether it only makes a view of its argument."""
 
 
 def segments(local: fx.GraphModule) -> list[Segment]:
-    """The segments of a rank's graph, in the order in which they run; together they compute what the graph does."""
+    """The segments of a rank's graph in execution order; together they compute the graph's results."""
     results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
     parts = list(parts_between(local.graph, results))
     return _cut(local, parts, [is_view_result(part[0], results) for part in parts])
 
 
 def layers(local: fx.GraphModule) -> list[Segment]:
-    """The same for parts that belong to one layer of the model each (see `layer_of`), or lie between two."""
+    """Cuts a rank's graph into segments of one layer each (`layer_of`), or between two layers."""
     parts: list[list[fx.Node]] = []
     last = None
     for node in ops_of(local.graph):
@@ -55,7 +56,7 @@ def _cut(local: fx.GraphModule, parts: Sequence[list[fx.Node]], are_views: Seque
     results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
     operands = [_operands(part, through_views=views) for part, views in zip(parts, are_views, strict=True)]
     made = []
-    used = results  # by what comes later
+    used = results  # the values that later segments use
     for part, (arguments, again), views in reversed([*zip(parts, operands, are_views, strict=True)]):
         given = [node for node in part if node in used]
         made.append(_segment(local, part, arguments, again, given, is_view=views))
@@ -64,7 +65,7 @@ def _cut(local: fx.GraphModule, parts: Sequence[list[fx.Node]], are_views: Seque
 
 
 def _operands(part: list[fx.Node], *, through_views: bool) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
-    """What a segment takes as arguments, and what it computes again: sizes, and views if it is one itself."""
+    """A segment's arguments, and the nodes it recomputes: sizes, and views if it is a view itself."""
     arguments, again, inside = dict[fx.Node, None](), dict[fx.Node, None](), set(part)
 
     def need(node: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""Fuses a bias back into its op, if no collective came between them.
+"""Fuses a bias back into its op, if they are not separated by a collective.
 
 before    h_linear = linear(x, w); h = add(h_linear, b)
 after     h = linear(x, w, b)
@@ -60,7 +60,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _bias_of(node: fx.Node) -> fx.Node | None:
-    """The one-dimensional bias that an addition adds to a product with no other consumer; None for other additions."""
+    """The 1-D bias that an addition adds to a product with no other consumer, if it does."""
     product, added = operands(node)
     if product.target not in _BIASED or len(product.users) > 1:
         return None
@@ -79,7 +79,7 @@ def _bias_of(node: fx.Node) -> fx.Node | None:
 
 
 def _choice_with_layouts(node: fx.Node, row: Row | None, result: Layout, axis: MeshAxis) -> Choice | None:
-    """The choice of an op whose operands and result keep the layouts that they have now; None if there is none."""
+    """The choice of an op that keeps the present layouts of its operands and result, if one exists."""
     if row is None:
         return None
     layouts = [layout_of(operand) for operand in operands(node)]

@@ -1,12 +1,13 @@
-"""Puts sums of parameters' gradients behind the collectives for which a backward waits.
+"""Delays sums of parameters' gradients until after collectives that the backward waits for.
 
     before    grad_weight, begin_sum(grad_weight), grad_input, begin_reduce(grad_input), wait, ...
     after     grad_input, begin_reduce(grad_input), grad_weight, begin_sum(grad_weight), ..., wait, ...
 
-With several mesh axes a backward sends over two: sums of parameters' gradients over those of the batch, for which
-nobody waits before its end, and sums of values' gradients over that of the weights, which the layer before needs. As
-autograd orders them the former come first, and so does what computes them, which then hides nothing of the latter. Here
-they change places, as far back as to the latter's predecessor; and the weights that come next are gathered meanwhile.
+With several mesh axes, a backward communicates over two. It sums gradients of parameters over the
+batch axis, which only its end waits for, and gradients of values over the weight axis, which the
+layer before needs. In autograd's order the parameters' sums come first, together with the ops that
+compute them, which then overlap with no collective of the weight axis. This pass moves both right
+after the next such collective; the next weights are gathered meanwhile.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from torchshard.passes.nodes import behind_needs, upstream
 
 aten = torch.ops.aten
 PASS_ON = (aten.clone.default, aten.cat.default, aten.split_with_sizes.default, aten._to_copy.default, wait)
-"""What sums of gradients go through, and gathers of parameters come from, beside views: buckets and casts."""
+"""Besides views, the ops between a gradient and its sum, or a parameter and its gather."""
 
 
 def sums_behind(ops: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
-    """The ops of a graph in another order, in which collectives of one kind over one group keep theirs.
+    """Reorders the ops of a graph; collectives of one kind over one group keep their order.
 
     Args:
-        ops: as they were recorded, each collective in two: one begins it, and one waits for it.
-        before: what must run before each of them.
+        ops: in recorded order, with each collective split into begin and wait.
+        before: op -> the ops that must run before it.
     """
     begun = [node for node in ops if isinstance(node.target, Begin)]
     if len({begin.args[-1] for begin in begun}) < 2:
@@ -41,7 +42,7 @@ def sums_behind(ops: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Nod
     place = {node: i for i, node in enumerate(ops)}
     awaited = [begin for begin in begun if begin not in sums and begin not in gathers]
     behind = defaultdict[fx.Node | None, list[fx.Node]](list)
-    """What comes right behind an op, in this order; at the end, behind None."""
+    """Op -> the ops to run right after it, in this order; ops under the key None run at the end."""
     for earlier, begin, after in zip([None, *awaited], awaited, [*awaited[1:], None], strict=False):
         stretch = ops[0 if earlier is None else place[earlier] : place[begin]]
         own = {node for node in stretch if node in sums and node.args[-1] != begin.args[-1]}
@@ -62,7 +63,7 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _sums(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """The collectives of whose results nothing is computed."""
+    """Collectives with results that no op computes with."""
     is_end = dict[fx.Node, bool]()
     for node in reversed(ops):
         is_end[node] = all(user not in is_end or (_passes_on(user) and is_end[user]) for user in node.users)
@@ -70,7 +71,7 @@ def _sums(ops: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _gathers(ops: Sequence[fx.Node]) -> set[fx.Node]:
-    """The collectives whose operands are parameters, and not computed."""
+    """Collectives with parameters as operands, instead of computed values."""
     is_given = dict[fx.Node, bool]()
     for node in ops:
         is_given[node] = _passes_on(node) and all(is_given.get(operand, True) for operand in node.all_input_nodes)
@@ -78,7 +79,7 @@ def _gathers(ops: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _of_sums(own: set[fx.Node], stretch: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
-    """What is computed for these sums alone, with them, and what comes of them."""
+    """The ops that compute only these sums, with the sums, and the ops that depend on them."""
     within = set(stretch)
     needed = set[fx.Node]().union(*(upstream(n, lambda n: within.intersection(n.all_input_nodes)) for n in own))
     ends = {node for each in own for node in upstream(each, lambda node: node.users) if node.op == "call_function"}
@@ -95,7 +96,7 @@ def _of_sums(own: set[fx.Node], stretch: Sequence[fx.Node]) -> tuple[list[fx.Nod
 def _gathered_next(
     begin: fx.Node, begun: Sequence[fx.Node], sums: set[fx.Node], gathers: set[fx.Node], place: Mapping[fx.Node, int]
 ) -> list[fx.Node]:
-    """The collective that gathers the next weights, with what comes before it; none if another is waited for before."""
+    """The gather of the next weights with its dependencies; empty if another collective comes first."""
     later = [node for node in begun if place[node] > place[begin] and node not in sums]
     if not later or later[0] not in gathers:
         return []

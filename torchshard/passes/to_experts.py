@@ -1,4 +1,4 @@
-"""Lets rows go to the ranks that have their experts, where each rank sorts rows of its own (`passes.own_order`).
+"""Sends rows to the ranks that own their experts, where ranks sort their own rows (`own_order`).
 
     before    h = grouped_mm(rows, up, ends)                      each rank gathers the weights of all experts
               y = grouped_mm(silu(h), down, ends)
@@ -7,7 +7,8 @@
               h = grouped_mm(rows_1, up, own_ends)                each rank has some experts, and the rows of all ranks
               y = from_experts(grouped_mm(silu(h), down, own_ends), sent, received, n)
 
-From the first product to the last one a rank then has another number of rows than it had, which each call decides.
+From the first product to the last, a rank then has a different number of rows, which each call
+determines.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ aten = torch.ops.aten
 
 
 def send_to_experts(module: fx.GraphModule, axis: MeshAxis) -> bool:
-    """Sends rows to the experts of which the ranks of an axis hold slices; returns whether there are any."""
+    """Sends rows to the experts that the ranks of an axis own; returns whether it sends any."""
     by_ends = dict[fx.Node, list[fx.Node]]()
     for node in module.graph.nodes:
         if "own_order" in node.meta and is_grouped(node.target):
@@ -59,23 +60,23 @@ def send_to_experts(module: fx.GraphModule, axis: MeshAxis) -> bool:
 
 
 def sends_to_experts(plan: AxisPlan) -> bool:
-    """Whether a plan is for a graph that does."""
+    """Whether a plan is for a graph that sends rows to experts."""
     counts = [choice for name, choice in plan.choices.items() if name.startswith("expert_counts")]
     return any(choice.name == "split e" and len(choice.results) == 3 for choice in counts)
 
 
 @dataclass(frozen=True)
 class _Region:
-    """The products of rows that end at the same places, and what is computed between one and the next."""
+    """The products of rows with the same group ends, and the ops between these products."""
 
     ends: fx.Node
     products: list[fx.Node]
     nodes: list[fx.Node]
-    """All of them, in order."""
+    """The products and the ops between them, in order."""
 
     @property
     def rows(self) -> fx.Node:
-        """Those of the first product."""
+        """The sorted rows that the first product takes."""
         return operands(self.products[0])[0]
 
 
@@ -88,7 +89,7 @@ def _region(ends: fx.Node, products: list[fx.Node]) -> _Region:
 
 
 def _reached(nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """What is reached from nodes by way of sorted rows."""
+    """The nodes reached from `nodes` by way of sorted rows."""
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         new = {node for node in neighbours(waiting.pop()) if _gives_rows(node)} - found
@@ -103,7 +104,7 @@ def _gives_rows(node: fx.Node) -> bool:
 
 
 def _can_send(region: _Region, axis: MeshAxis) -> bool:
-    """Whether each rank has some experts, each row one of them, and ops know of no rows but the region's."""
+    """Whether each rank has experts, each row has one, and ops use no row count but the region's."""
     own = all(_has_experts(operands(product)[1], axis.size) for product in region.products)
     others = any(is_grouped(node.target) and node not in region.products for node in region.nodes)
     counted = before_casts(region.ends).meta.get("counts_all", False)
@@ -117,11 +118,11 @@ def _can_send(region: _Region, axis: MeshAxis) -> bool:
 
 
 _SHAPED = (aten.view.default, aten.reshape.default, aten.expand.default)
-"""Ops that take numbers of rows as sizes of what they give, and not as values to compute with."""
+"""Ops that take row counts only as sizes of their results, not as values to compute with."""
 
 
 def _has_experts(weight: fx.Node, ranks: int) -> bool:
-    """Whether a weight is made of a parameter of which each rank holds some experts, op by op of slices of these."""
+    """Whether each rank owns experts of a weight's parameter, and can compute its slice from them."""
     own = Shard(0)
     while weight.op == "call_function":
         row = node_row(weight)
@@ -146,7 +147,7 @@ def _depends_on_batch(size: fx.Node) -> bool:
 
 
 def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
-    """Computes a region at the experts."""
+    """Computes a region on the ranks that own the experts."""
     graph, first, at_experts = module.graph, region.nodes[0], dict[fx.Node, fx.Node]()
     with graph.inserting_before(first):
         counts = emit(module, EXPERT_COUNTS, (region.ends, axis.size), region.ends)
@@ -182,7 +183,7 @@ def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
 
 
 def _take_back(module: fx.GraphModule, nodes: Sequence[fx.Node], *how: fx.Node) -> None:
-    """Gives others than these nodes their results as rows where the tokens are."""
+    """Returns results used outside of these nodes to the ranks of the tokens."""
     for node in filter(is_tensor, nodes):
         leaving = [user for user in node.users if user not in nodes]
         if leaving:
@@ -198,7 +199,7 @@ _PRODUCT = "n !k, e !k !m, e -> n !m"
 
 
 def _rows_taken(node: fx.Node, axis: MeshAxis) -> list[fx.Node]:
-    """The operands of which an op takes a rank's own rows."""
+    """The operands that an op takes as a rank's own rows."""
     if is_grouped(node.target):
         return operands(node)[:1]
     layouts = own_order_choice(node, axis).operands

@@ -1,10 +1,11 @@
-"""Leaves the sums of parameters' gradients over some mesh axes to a later step: backward gives this rank's own parts.
+"""Defers the sums of parameters' gradients over some mesh axes: backward returns partial gradients.
 
     before    reduce = reduce(grad);  output = (results), (reduce, ...)
     after     output = (results), (None, ..., grad)    and of the parameter: [reduce]
 
-What follows the first such sum is left out, too: other sums, casts, views, all of which are linear. A parameter that is
-used in several layouts has several parts. Parameters without sums are among them, so that all are treated in one way.
+Ops after the first such sum are deferred too: other sums, casts and views, all of them linear. A
+parameter that is used in several layouts has several parts. Parameters without sums are included,
+so that all of them take the same path.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """An op that a value goes through, without that value."""
+    """A deferred op, without the value that it is applied to."""
 
     target: Target
     args: tuple[Argument, ...]
@@ -35,18 +36,18 @@ class Call:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a parameter's gradient, as a rank has it."""
+    """A part of a parameter's gradient, as computed by one rank."""
 
     argument: int
     """The place of the parameter among the graph's arguments."""
     sums: tuple[Call, ...]
-    """What makes a gradient of it."""
+    """The deferred ops that turn the part into a gradient."""
 
 
 def leave_unsummed(joint: fx.GraphModule, axes: Collection[str]) -> None:
-    """Takes the last sums off the gradients of parameters in a joint graph, and adds what is left to its results.
+    """Takes the last sums off the parameters' gradients, and adds the parts to the graph's results.
 
-    The module's meta has 'parts': what the added results are, in their order.
+    The module's meta 'parts' describes the added results, in order.
 
     Args:
         axes: the names of the groups that the sums are over.
@@ -67,10 +68,10 @@ def leave_unsummed(joint: fx.GraphModule, axes: Collection[str]) -> None:
 
 
 def _parts(gradient: fx.Node, axes: Collection[str], passed: set[fx.Node]) -> list[tuple[fx.Node, tuple[Call, ...]]]:
-    """The values of which a gradient is the sum, before sums over these axes, and what makes it of each.
+    """The terms of a gradient before the sums over these axes, each with the ops deferred for it.
 
     Args:
-        passed: the nodes behind those values are added.
+        passed: the nodes after these terms are added to it.
     """
     found = list[tuple[fx.Node, tuple[Call, ...]]]()
     behind = {gradient}
@@ -87,7 +88,7 @@ def _parts(gradient: fx.Node, axes: Collection[str], passed: set[fx.Node]) -> li
 
 
 def _call(node: fx.Node) -> Call | None:
-    """A linear op of one value, if it is one."""
+    """The linear op of one value that a node is, if it is one."""
     if node.op != "call_function" or not (node.target in OPS or node.target in CASTS or is_view(node)):
         return None
     if node.all_input_nodes != [node.args[0]]:

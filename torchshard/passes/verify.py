@@ -1,15 +1,18 @@
-"""Verifies the graph that a pass has produced. Passes do not check their inputs: the error should name the guilty pass.
+"""Verifies the graph that a pass has produced; errors name the guilty pass.
 
-    annotated    every value has layouts, and every choice is one that the op's row allows
-    inserted     also: every operand has the layout that its consumer requires, every collective converts between the
-                 layouts that it names, and no result leaves the model as R, S or P
-    localized    recomputing each op on fake tensors gives the local shapes that the layouts predict
-    lowered      no collective is left that a compiler does not know, and the others have the shapes that the layouts
-                 of their results predict
-    joint        collectives of the backward convert between the duals of the layouts of the values whose gradients they
-                 take and give
+Passes do not check their inputs, because the error would then name the pass after the guilty one.
 
-I and R differ in their gradients alone, so either serves for the other if the value needs no gradient.
+annotated    every value has layouts, and every choice is one that the op's row allows
+inserted     also: every operand has the layout that its consumer requires, every collective
+             converts between the layouts that it names, and no result leaves the model as R, S or P
+localized    recomputing each op on fake tensors gives the local shapes that the layouts predict
+lowered      every collective is one that compilers know, and has the shapes that the layouts of
+             its results predict
+joint        collectives of the backward convert gradients between the duals of the layouts of the
+             forward's values
+
+I and R differ only in their gradients, so either serves for the other if the value needs no
+gradient.
 """
 
 from __future__ import annotations
@@ -45,18 +48,22 @@ from torchshard.passes.propagate import Seen, is_sized_by_values, run
 from torchshard.rules import has_users_rule
 
 Stage = Literal["annotated", "inserted", "localized", "joint", "lowered"]
-"""How far a graph has come: it decides which invariants hold."""
+"""The progress of a graph through the passes, which decides the invariants to check."""
 Fault = tuple[fx.Node, str, str]
 """A node that breaks an invariant, the invariant, and how the node breaks it."""
 Faults = Generator[Fault, None, None]
 
 
 def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None = None) -> None:
-    """Raises InternalError for the first node that breaks an invariant; RuleError if it comes of a rule of the user's.
+    """Raises an error for the first node that breaks an invariant.
 
     Args:
         after: the name of the pass that produced the graph.
-        seen: results of ops on fake values, which need not run again; those of this graph are added.
+        seen: cached results of ops on fake values; results from this graph are added.
+
+    Raises:
+        InternalError: a pass broke the invariant.
+        RuleError: a user's rule did.
     """
     module.graph.lint()
     if stage == "localized":
@@ -67,7 +74,7 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
         faults = _lowered_faults(module)
     else:
         faults = _layout_faults(module, stage)
-    with closing(faults):  # an error that someone keeps would keep it too, and all values fake
+    with closing(faults):  # an error that is kept alive would also keep the generator and all fake values
         fault = next(faults, None)
     if fault is not None:
         node, what, why = fault
@@ -116,7 +123,7 @@ def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, .
 
 
 def _typed(node: fx.Node, layout: Layout | None = None) -> str:
-    """The type of a value with its layout, or with another."""
+    """The type of a value, with its own layout or the given one."""
     names = size_names(node.graph)
     return typed_as(node, axes_of(node.graph)[-1], layout_of(node) if layout is None else layout, names)
 
@@ -149,7 +156,7 @@ def _joint_faults(module: fx.GraphModule) -> Faults:
             continue
         layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
         for end, layout in zip((node_arg(node), node), layouts, strict=True):
-            # several values may have one gradient, where a dim is broadcast whose slices have one element
+            # several values may share one gradient, if a broadcast dim has slices of one element
             found = [by_name[name] for name in end.meta.get("gradient_of", ()) if name in by_name]
             known = {dual(layout_of(value)) for value in found if value.meta.get("layouts")}
             if known and _canonical(layout, axis) not in known:
@@ -171,9 +178,10 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 
 
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
-    """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones.
+    """Runs every op on fake values, in order, and compares the shapes with the recorded ones.
 
-    With dynamic sizes it takes longer, and PyTorch runs some ops otherwise: on the meta device it gives losses no dim.
+    Dynamic sizes are tried second: they take longer, and PyTorch treats some ops differently with
+    them: on the meta device it gives losses no dim.
     """
     if _has_sizes_of_values(module.graph) or any(_faults_of_results(module, seen, numbers=True)):
         yield from _faults_of_results(module, seen, numbers=False)
@@ -195,7 +203,7 @@ def _faults_of_results(module: fx.GraphModule, seen: Seen, *, numbers: bool) -> 
                 yield node, "an op has no value", "every pass must set meta['val']"
                 return
             if is_sized_by_values(node):
-                continue  # the recorded value knows more: the model may have compared its size with another size
+                continue  # the recorded value knows more: the model may have compared its size with another
             try:
                 computed[node] = run(node, value_of, seen, numbers=numbers)
             except Exception as error:
@@ -212,11 +220,11 @@ def _has_sizes_of_values(graph: fx.Graph) -> bool:
 
 def _wrong_shapes(node: fx.Node, computed: Argument) -> Faults:
     if computed is None:
-        return  # an assertion has no result
+        return  # assertions return None
     results: list[Argument] = [computed]
     used = {0}
     if isinstance(computed, (list, tuple)):
-        # some ops return None for results that nobody uses
+        # some ops return None for unused results
         results, used = list(computed), {int_arg(user, 1) for user in node.users}
     for i, (result, recorded) in enumerate(zip(results, values(node), strict=True)):
         if i not in used or not isinstance(result, Tensor):

@@ -1,10 +1,10 @@
-"""Sums gradients of parameters that are cast in the parameters' own dtype, which is the wider one.
+"""Sums gradients of cast parameters in the parameters' own, wider dtype.
 
     before    reduce = reduce(grad);  cast = _to_copy(reduce, float32)
     after     cast = _to_copy(grad, float32);  reduce = reduce(cast)
 
-Weights are gathered in bfloat16 under autocast, and their gradients summed in float32, as by FSDP2's
-`MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
+Under autocast, weights are gathered in bfloat16 and their gradients summed in float32, as by
+FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def widen(joint: fx.GraphModule) -> bool:
 
 
 def _is_summed_in(total: fx.Node, known: dict[str, fx.Node], dtype: torch.dtype) -> bool:
-    """Whether a node sums gradients of values whose own dtype for that is another than theirs."""
+    """Whether a node sums gradients that should be summed in `dtype`, which is not their own dtype."""
     if total.target not in SUMS or not total.meta.get("is_backward") or len(total.users) > 1:
         return False
     of = [known[name] for name in total.meta.get("gradient_of", ()) if name in known]
