@@ -54,7 +54,7 @@ WIDER = (torch.float64, torch.float32)
 
 
 class CheckError(ShardError):
-    """The sharded program does not compute what the model computes."""
+    """The sharded program computes different results than the model."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,14 +66,15 @@ class Report(Notebook):
     """The largest error that counts as equal."""
     comparisons: tuple[Comparison, ...]
     diverges_at: str = ""
-    """The first node whose value differs or, if none does, the last one whose gradient differs; '': nothing differs."""
+    """The first node with a wrong value or, if all values agree, the last node with a wrong gradient;
+    '' if everything agrees."""
     widened: Report | None = None
-    """The same comparisons with wider dtypes, if the graph computes in less than float64."""
+    """The comparison with wider dtypes, if the graph computes in less than float64."""
     unwidened: str = ""
     """Why `widened` is missing, if the graph should have it."""
     flips: bool = False
-    """Whether rounding alone changes the unsharded model's values by as much, for instance by flipping a comparison;
-    then the wider dtypes decide."""
+    """Whether rounding moves the unsharded model's values by an equal amount, for instance by flipping
+    a comparison; then the wider dtypes decide."""
     captured: Report | None = None
     """The captured graph, unsharded, compared with the model, both in float64, if the model is not in float64."""
     uncaptured: str = ""
@@ -90,7 +91,7 @@ class Report(Notebook):
 
     @property
     def worst(self) -> Comparison:
-        """The comparison that is furthest beyond its tolerance, or nearest to it."""
+        """The comparison that exceeds its tolerance by the largest factor, or comes closest to it."""
         reports = [self, *self._in_wider]
         pairs = [(c.error / report.tolerance, c) for report in reports for c in report.comparisons]
         return max(pairs, key=lambda pair: pair[0], default=(0.0, Comparison("output", "", 0.0)))[1]
@@ -161,24 +162,27 @@ def check(
     recompute: str | Sequence[str] = (),
     data: DataLike | None = None,
 ) -> Report:
-    """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
+    """Compares outputs, written buffers and all gradients with the unsharded model's.
+
+    Gradients are compared for every parameter and input.
 
     Args:
         model: the unsharded model, on any device; it and its gradients stay as they are.
         plan: as in `shard`.
-        world_size: any number of ranks; of a mesh it is known.
+        world_size: any number of ranks; with a mesh it may be left out.
         mesh: as in `shard`.
         example_inputs, example_kwargs: the arguments of the call of `model`.
-        dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. If the model then
-            computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
-            model with the model cast to float64: a missing collective may change less than bfloat16 rounds away.
+        dtype: the floating dtype to compare in (model and inputs are cast), or None to keep them.
+            If the model then computes in less than float64 anywhere, its graph is compared in
+            float64 too, and the capture of a narrower model with the model cast to float64: a
+            missing collective may change less than bfloat16 rounds away.
         data: as in `shard`; the example inputs are the batch of all ranks.
-        memory, machine, axes, recompute: what makes a plan the best one; see `plan`.
+        memory, machine, axes, recompute: the criteria for the best plan; see `plan`.
 
     Raises:
         InputError: the model does not run in `dtype`.
-        ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
-            see `Report.raise_on_error`.
+        ShardError: the errors of `torchshard.shard` for this model and plan. A difference is
+            reported, not raised: see `Report.raise_on_error`.
     """
     ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
@@ -211,11 +215,11 @@ def check_program(
     *,
     by_graphs: bool = False,
 ) -> Report:
-    """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices.
+    """Compares a program's graph with the model; tests pass changed graphs, which must be noticed.
 
     Args:
-        by_graphs: whether the ranks run also what they run in place of the graph under PyTorch's autograd: the graph of
-            calls without gradients, and in training those of forward and backward.
+        by_graphs: whether to compare the graphs that replace this one, too: the graph of calls
+            without gradients and, in training, the graphs of forward and backward.
     """
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
@@ -226,10 +230,10 @@ def check_program(
 
 
 def _expected(trial: Trial) -> Results:
-    """What the unsharded model computes.
+    """The results of the unsharded model.
 
     Raises:
-        InputError: it does not run.
+        InputError: the model does not run.
     """
     with _telling_of_dtype(trial.model):
         return trial.unsharded()
@@ -267,7 +271,7 @@ class _Sides:
 
 
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
-    """A comparison in the trial's precision."""
+    """Compares both sides in the trial's precision."""
     made = sides.made
     comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance)
     report = Report(made.mesh.size, tolerance, comparisons)
@@ -279,7 +283,7 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
 
 
 def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
-    """Adds what the ranks run in place of the graph under autograd: its last passes, and the kernels of collectives."""
+    """Adds the graphs that ranks run instead of autograd, with their last passes and real kernels."""
     values = replace(sides.expected, input_grads={}, parameter_grads={})
     for name, expected, run in (
         (BY_CALLS, values, trial.without_gradients),
@@ -329,7 +333,7 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
 
 
 def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Report:
-    """Adds a comparison of the model with its captured graph in float64: capture may lose less than rounding hides."""
+    """Compares the model with its capture in float64 too: else rounding could hide what capture loses."""
     tensors = (*model.parameters(), *model.buffers(), *flatten_call(model, args, kwargs).tensors)
     if all(_as(t, torch.float64) is t for t in tensors):
         return report
@@ -362,7 +366,7 @@ def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
 def in_dtype(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[nn.Module, list[object], dict[str, object]]:
-    """Casts a model in place, and copies of the arguments of a call of it, to a floating dtype."""
+    """Casts a model in place, and copies of a call's arguments, to a floating dtype."""
     return model._apply(lambda t: _as(t, dtype)), _cast(list(args), dtype), _cast(dict(kwargs), dtype)
 
 
@@ -387,7 +391,7 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 
 
 def _shardings_of_values(sides: _Sides) -> dict[str, Sharding]:
-    """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
+    """The shardings of the values of the graph's nodes, for the values that each rank has."""
     tensors = filter(is_tensor, sides.graphs[0].graph.nodes)
     return {node.name: sharding for node in tensors for sharding in shardings_of(node)}
 
@@ -395,7 +399,7 @@ def _shardings_of_values(sides: _Sides) -> dict[str, Sharding]:
 def _diagnose(
     shardings: Mapping[str, Sharding], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float
 ) -> str:
-    """The first node whose value differs; if none does, the first in the order of backward whose gradient does.
+    """Finds the first node with a wrong value; else the first in backward order with a wrong gradient.
 
     Values come first: if one differs, the gradients before it differ as a consequence.
     """

@@ -1,8 +1,8 @@
-"""Compares the tensors that the ranks hold after a step with the unsharded model's: one error per tensor.
+"""Compares each rank's tensors after a step with the unsharded model's: one error per tensor.
 
-The largest difference of a tensor is measured relative to the tensor's largest value, because sums of floats differ by
-rounding. Some tensors are nothing but rounding noise (the gradient of a key bias cancels exactly on paper), so their
-scale is the noise measured for them; see `rounding`.
+The largest difference of a tensor is measured relative to the tensor's largest value, because sums
+of floats differ by rounding. Some tensors are pure rounding noise (the gradient of a key bias
+cancels exactly on paper), so their scale is the noise measured for them; see `rounding`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 ComparedValue = tuple[Kind, str]
 """(kind, name) of a tensor that is compared."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""The narrowest floating dtype in a graph -> the largest error, relative to a tensor's largest value, that is equal."""
+"""The narrowest floating dtype in a graph -> the largest error, relative to a tensor's largest value,
+that counts as equal."""
 _EPSILONS = {tolerance: torch.finfo(dtype).eps for dtype, tolerance in TOLERANCES.items()}
 NOISE_MARGIN = 16.0
-"""Two correct runs may differ by so many times the rounding noise measured on the unsharded run."""
+"""Factor between the noise measured on the unsharded run and the difference allowed for two correct
+runs."""
 NOISE_EPSILONS = 256
-"""Noise is at most so many machine epsilons of the largest output, buffer or gradient of any value."""
+"""Upper bound of noise, in machine epsilons of the largest output, buffer or gradient of any value."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Results:
     input_grads: Mapping[str, Tensor]
     parameter_grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    """With the parameters that forward has written to."""
+    """Includes the parameters that forward has written to."""
 
 
 class RankResults(Protocol):
@@ -70,7 +72,7 @@ class RankResults(Protocol):
 
     @property
     def output_shardings(self) -> Sequence[Sharding]:
-        """How the ranks hold the results; none if all are whole."""
+        """The shardings of the results; empty if all are full."""
 
     @property
     def states(self) -> Sequence[Mapping[str, Tensor]]:
@@ -82,13 +84,13 @@ class RankResults(Protocol):
 
 
 class UnshardedStep(Protocol):
-    """A step of the unsharded graph, which runs as often as it takes to tell rounding from errors."""
+    """A step of the unsharded graph, which can run repeatedly to distinguish rounding from errors."""
 
     def noise(self, output_names: Sequence[str]) -> Mapping[ComparedValue, float]:
         """The largest absolute change of each tensor by rounding."""
 
     def gradients_of_values(self) -> Iterable[Tensor]:
-        """The gradients of all values; those of parameters and inputs are sums of such terms."""
+        """The gradients of all values; gradients of parameters and inputs are sums of such terms."""
 
 
 def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
@@ -112,11 +114,13 @@ def compare(
     """Compares every tensor with the unsharded one.
 
     Args:
-        shardings: how the ranks hold parameters, buffers and the call's tensors, by name.
+        shardings: the shardings of parameters, buffers and the call's tensors, by name.
         tolerance: the largest error that counts as equal.
-        unsharded_step: makes the step of which rounding noise is measured. It runs several times, so it is made only
-            if a difference may be noise. None: nothing is noise.
-        flips: noise may be of any size, because rounding may flip a comparison; for programs exact in a wider dtype.
+        unsharded_step: creates the step on which rounding noise is measured. The step runs several
+            times, so it is created only if a difference may be noise. Without it, all differences
+            count.
+        flips: noise may be of any size, because rounding may flip a comparison; for programs exact
+            in a wider dtype.
     """
     strict = _compare(expected, got, shardings, {})
     if unsharded_step is None or all(c.error <= tolerance for c in strict):
@@ -143,7 +147,7 @@ def _ceilings(expected: Results, step: UnshardedStep, tolerance: float) -> dict[
 
 
 def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
-    """The scale below which a tensor may be rounding noise of the others; never more than their largest value."""
+    """The scale below which a tensor may be rounding noise of the others; at most their largest value."""
     # the narrowest dtype counts: a float32 gradient is as noisy as the bfloat16 in which autocast computed it
     narrowest = _EPSILONS.get(tolerance, 0.0)
     floats = [t for t in tensors if is_float(t) and t.numel()]
@@ -178,7 +182,7 @@ def _compare(
 
 
 def _with_other_grads(state: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> list[str]:
-    """The names of a rank's tensors with a gradient that the unsharded model's do not have."""
+    """Names of a rank's tensors that have a gradient only here, not in the unsharded model."""
     # by identity: a tied parameter has several names, and the model lists its gradient under one
     trained = {id(state[name]) for name in grads}
     return [name for name, tensor in state.items() if tensor.grad is not None and id(tensor) not in trained]
@@ -219,7 +223,7 @@ def _dense(tensor: Tensor) -> Tensor:
 def error_of_pieces(
     expected: object, pieces: Sequence[object], sharding: Sharding, mesh: Mesh, floor: float = 0.0
 ) -> float:
-    """The error of a value that the ranks of a mesh hold: the largest of its whole copies, each joined of slices."""
+    """The largest error among the full copies of a value, joined from the slices of a mesh's ranks."""
     if not isinstance(expected, Tensor) or not sharding:
         return max(error_of(expected, piece, floor) for piece in pieces)
     slices = [piece.detach() for piece in pieces if isinstance(piece, Tensor)]

@@ -11,7 +11,10 @@ from torchshard.distributed.kernels import Exchange
 
 
 def exchanged(parts: Sequence[Tensor | Exchange]) -> list[Tensor]:
-    """Each rank's result of a conversion, from the parts of all ranks of a group: all send something, or none."""
+    """Each rank's result of a conversion, from the parts of all ranks of a group.
+
+    Either all ranks send a message, or every part is a result already.
+    """
     sending = [part for part in parts if isinstance(part, Exchange)]
     if not sending:
         return [part for part in parts if isinstance(part, Tensor)]
@@ -21,7 +24,7 @@ def exchanged(parts: Sequence[Tensor | Exchange]) -> list[Tensor]:
 
 
 def _all_reduce(parts: Sequence[Exchange]) -> list[Tensor]:
-    """The sum takes the memory of what was sent."""
+    """Writes the sum to the memory of the sent tensors, as the real kernel does."""
     total = _sum(parts)
     return [part.sent.copy_(total) for part in parts]
 
@@ -53,4 +56,4 @@ _RECEIVED: dict[str, Callable[[Sequence[Exchange]], list[Tensor]]] = {
     "reduce_scatter_single": _reduce_scatter,
     "all_to_all_single": _all_to_all,
 }
-"""The name of a function of torch.distributed -> what each rank receives."""
+"""Name of a torch.distributed function -> its simulation, which returns each rank's received tensor."""

@@ -1,12 +1,14 @@
-"""Runs all ranks of a program in one process, in lockstep: without a process group, for any number of ranks.
+"""Runs all ranks of a program in one process, in lockstep, for any number of ranks.
 
-Each rank runs its own localized graph up to its next collective and waits there. When all ranks of a group have arrived
-at the same collective, it runs for all of them by the definition of the layouts: join the whole value from the ranks'
-pieces, and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all
+Lockstep needs no process group. Each rank runs its own localized graph up to its next collective
+and waits there. When all ranks of a group have arrived at the same collective, it runs for all of
+them by the definition of the layouts: join the full value from the ranks' pieces, and split it by
+the target layout. Its backward does the same with the dual layouts. One autograd tape spans all
 ranks.
 
-The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a graph. Graphs after
-their last pass, which have no gradients, run a second time by the kernels of real ranks (see `exchanges`).
+The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a
+graph. Graphs after their last pass, which run without autograd, run a second time with the kernels
+of real ranks (see `exchanges`).
 """
 
 from __future__ import annotations
@@ -47,13 +49,13 @@ Record = Callable[[fx.Node, Argument, list[Argument]], Argument]
 
 
 class Request(NamedTuple):
-    """A rank waits at a collective."""
+    """A rank's request to run a collective, where it waits."""
 
     node: fx.Node
     op: OpOverload[..., object]
     args: Sequence[Argument]
     in_place: bool = False
-    """Whether the result takes the memory of the operand."""
+    """Whether the result overwrites the operand."""
 
     @property
     def group(self) -> Simulated:
@@ -64,7 +66,7 @@ class Request(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that this rank brings."""
+        """The tensor that this rank contributes."""
         assert isinstance(self.args[0], Tensor)
         return self.args[0]
 
@@ -77,7 +79,7 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
     """The localized graph of every rank.
 
     Args:
-        batches: how the ranks divide the batch too, over axes of which consecutive ranks differ least in the first.
+        batches: how the ranks also split the batch, one entry per mesh axis, outermost first.
     """
     seen = Seen()
     found: dict[tuple[int, ...], fx.GraphModule] = {
@@ -102,7 +104,7 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
 
 
 def _among(local: fx.GraphModule, place: Place) -> fx.GraphModule:
-    """The same graph, each of whose collectives names the ranks that have its rank's place on the other axes."""
+    """Makes each collective of a graph name the ranks at the same place on the other axes."""
 
     def group(name: object) -> str:
         along = simulated(str(name))
@@ -131,12 +133,13 @@ def run(
         graphs: one per rank.
         inputs: per rank the values of the placeholders.
         record: per rank.
-        by_kernels: whether collectives run by the kernels of real ranks, which have no gradients.
+        by_kernels: whether collectives run by the kernels of real ranks, without gradients.
 
     Raises:
         InternalError: the ranks arrive at different collectives.
     """
-    # a process has one RNG state for all simulated ranks, so each rank keeps its own, and puts it back when it goes on
+    # a process has only one RNG state, so each simulated rank saves its own and restores it when it
+    # goes on
     states = [rng_states(values) for values in inputs]
     calls = zip(graphs, inputs, record, strict=True)
     ranks = [_rank(*call) for call in calls]
@@ -158,7 +161,7 @@ def run(
 
 
 def _all_arrived(waiting: Mapping[int, Request], *, by_kernels: bool) -> dict[int, Tensor | None]:
-    """Runs the collectives at which all ranks of a group wait; returns the result of each of those ranks."""
+    """Runs the collectives that all ranks of a group wait at; returns these ranks' results."""
     groups = dict[tuple[str, int], dict[int, int]]()
     for number, request in waiting.items():
         rank, size, among = request.group
@@ -201,9 +204,9 @@ def _rank(graph: fx.GraphModule, inputs: Sequence[Argument], record: Record) -> 
 
 
 def _alone(request: Request) -> Tensor | None:
-    """The slice that a rank cuts out for itself: unless a gradient comes back to it, it waits for nobody.
+    """The slice that a rank cuts for itself without waiting for others, if it needs no gradient.
 
-    Ranks with empty slices may come to it at another place among their collectives.
+    Ranks with empty slices may reach the op at a different place among their collectives.
     """
     row = OPS.get(request.op)
     if row is None or row.kernel != "slice" or torch.is_grad_enabled():
@@ -227,7 +230,7 @@ def _stepwise(node: fx.Node, steps: Computation) -> Generator[Request, Tensor | 
     result: Tensor | None = None
     while True:
         try:
-            # the first `send` must be of None, by the protocol of generators
+            # generators require that the first `send` is of None
             op, args = steps.send(cast(Tensor, result))
         except StopIteration as done:
             return cast(Argument, done.value)
@@ -238,7 +241,8 @@ def _stepwise(node: fx.Node, steps: Computation) -> Generator[Request, Tensor | 
 def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequence[Tensor]:
     """Runs the collective that all ranks have arrived at; returns each rank's result."""
     node, op, args, in_place = requests[0]
-    # the first argument is the rank's tensor, the last names its group: a simulated one, another on each rank
+    # the first argument is the rank's tensor; the last is its group, with a different simulated
+    # name on each rank
     if any(request.op is not op or _common(request) != _common(requests[0]) for request in requests):
         raise InternalError(
             "the ranks arrive at different collectives",
@@ -266,12 +270,12 @@ def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequenc
 
 
 def _common(request: Request) -> list[Argument]:
-    """The arguments that are the same on all ranks: not the rank's tensor, its counts of rows, nor its group."""
+    """The arguments that are equal on all ranks: without the rank's tensor, row counts and group."""
     return [] if request.op in (DISPATCH, COMBINE) else list(request.args[1:-1])
 
 
 def _moved(requests: Sequence[Request]) -> list[Tensor]:
-    """The rows that all ranks send to experts, or take back, by the definition of that."""
+    """The rows that all ranks send to experts, or take back, by the definition of these collectives."""
     _check_all_take_part(requests[0].node, [request.tensor.requires_grad for request in requests])
     sent = torch.stack([cast(Tensor, request.args[1]) for request in requests], 1)  # [experts, ranks]
     experts, ranks = sent.shape
@@ -281,7 +285,7 @@ def _moved(requests: Sequence[Request]) -> list[Tensor]:
         return [torch.cat([group[e] for e in range(*own) for group in groups]) for own in itertools.pairwise(begins)]
     counts = [sent[begin:end].flatten().tolist() for begin, end in itertools.pairwise(begins)]
     groups = [request.tensor.split(of_rank) for request, of_rank in zip(requests, counts, strict=True)]
-    by_expert = list(itertools.chain(*groups))  # of each expert those of all ranks
+    by_expert = list(itertools.chain(*groups))  # each expert's rows of all ranks, expert by expert
     return [torch.cat(by_expert[rank::ranks]) for rank in range(ranks)]
 
 
@@ -300,7 +304,7 @@ class _Conversion(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
-        """Converts. `node` is None if the backward of the conversion does not communicate."""
+        """Converts; `node` is given if the backward of the conversion communicates."""
         results = _convert(pieces, source, target)
         ctx.node, ctx.layouts = node, (source, target)
         ctx.likes = [torch.empty_like(result, device="meta") for result in results]
@@ -323,6 +327,6 @@ class _Conversion(torch.autograd.Function):
 
 def _convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
     whole, world = join(pieces, source), len(pieces)
-    # a copy lies in memory as its operand, what was sent without gaps
+    # a copy keeps its operand's memory format; received data are contiguous
     lies = torch.preserve_format if is_whole(source) and is_whole(target) else torch.contiguous_format
     return tuple(split(whole, target, rank, world).clone(memory_format=lies) for rank in range(world))

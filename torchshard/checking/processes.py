@@ -1,7 +1,7 @@
 """Runs the check on real ranks: processes of this machine that communicate.
 
-Each rank builds the model from the same seed, runs a step, and returns the tensors that it holds. This process runs the
-unsharded model and compares the tensors as `check` does.
+Each rank builds the model from the same seed, runs a step, and returns its tensors. This process
+runs the unsharded model and compares the tensors as `check` does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """The tensors that one rank holds after a step, by name."""
+    """One rank's tensors after a step, by name."""
 
     outputs: list[object]
     state: dict[str, Leaf]
@@ -130,7 +130,7 @@ def pieces(
     layouts: Mapping[str, Layout],
     graph: fx.GraphModule,
 ) -> Pieces:
-    """The tensors that a rank holds after backward."""
+    """A rank's tensors after backward."""
     return Pieces(
         [result.detach() if isinstance(result, Tensor) else result for result in results],
         _leaves(state),

@@ -1,10 +1,11 @@
-"""Measures rounding noise, and widens the dtypes of a graph so that hardly any is left.
+"""Measures rounding noise, and widens the dtypes of a graph until hardly any is left.
 
-A check that compares two runs in bfloat16 must allow for differences of a few percent, and a missing collective may
-change less than that. So the graph also runs with every floating dtype widened to float64: there the two sides agree to
-1e-10, or they are different programs. Some sums cancel exactly on paper (the gradient of a key bias); only their
-rounding error remains, in float64 too. The noise to expect is measured for each tensor: the unsharded graph runs again
-with each value, and each gradient, moved by one unit in its last place at random.
+A check that compares two runs in bfloat16 must allow for differences of a few percent, and a
+missing collective may change less than that. So the graph also runs with every floating dtype
+widened to float64: there the two sides agree to 1e-10, or they are different programs. Some sums
+cancel exactly on paper (the gradient of a key bias); only their rounding error remains, in float64
+too. The expected noise is measured for each tensor: the unsharded graph runs again with each value,
+and each gradient, moved by one unit in its last place at random.
 
 Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic" (1997).
 """
@@ -23,9 +24,10 @@ from torchshard.core.modules import storage_id
 from torchshard.ir.graph import duplicate, fake_mode, is_float
 
 NUDGE_SEED = 104729
-"""The seed of the random moves. They have a generator of their own, so that the model's random numbers stay."""
+"""The seed of the random moves, which use their own generator to leave the model's random numbers as
+they are."""
 SAMPLE_SIZE = 8
-"""So many elements of a result suffice to recognise most ops that compute new values."""
+"""The number of elements of a result that suffices to recognise most ops that compute new values."""
 
 
 class _Nudge(torch.autograd.Function):
@@ -47,19 +49,20 @@ def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class Nudges(NamedTuple):
-    """Which values are moved by a unit in their last place."""
+    """Selects the values that are moved by a unit in their last place."""
 
     generator: torch.Generator
     numbers: bool = False
-    """Also the numbers that an op writes, such as a bound of `clamp`, which may be all that a later op sees. A value
-    may then leave the domain of an op, so that NaN hides all other noise: such a run adds to one without."""
+    """Also move the numbers that an op writes, such as a bound of `clamp`, which may be all that a
+    later op sees. A value may then leave the domain of an op, and its NaN would hide all other
+    noise: so such a run comes in addition to one without."""
 
 
 def nudged(node: fx.Node, value: Argument, operands: Sequence[Argument], nudges: Nudges) -> Argument:
-    """A node's value as another order of summation might have computed it.
+    """A node's value as a different order of summation might have computed it.
 
-    Values that an op only moves or picks from its operands stay, because `x >= topk(x)` must still hold. Buffers stay
-    too, because a write must reach the buffer and no copy of it.
+    Values that an op only moves or picks from its operands stay, because `x >= topk(x)` must remain
+    true. Buffers stay too, because a write must reach the buffer itself, not a copy.
     """
     if not is_float(value) or value.layout != torch.strided or node.meta.get("kind") == "buffer":
         return value
@@ -118,7 +121,7 @@ def _wide(narrow: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def widened_graph(module: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
-    """Replaces every floating dtype of a copy of the graph, of arguments and of fake values, by one.
+    """Replaces every floating dtype in a copy of the graph, in arguments and fake values, by one dtype.
 
     before    h = to(x, bfloat16); m = full([8, 8], -3.4e38, dtype=float32)
     after     h = to(x, float64);  m = full([8, 8], -3.4e38, dtype=float64)
@@ -128,12 +131,12 @@ def widened_graph(module: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
 
     def widened_value(value: Argument) -> Argument:
         if is_float(value) and id(value) not in values:
-            with mode:  # values share theirs
+            with mode:  # values made in one fake mode can be shared
                 values[id(value)] = widened(value, dtype)
         return values.get(id(value), value)
 
     for node in wide.graph.nodes:
-        if "val" in node.meta:  # by which a backward is recorded
+        if "val" in node.meta:  # recording a backward reads the fake values
             node.meta["val"] = fx.node.map_aggregate(node.meta["val"], widened_value)
         if node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, lambda a: _widened_argument(a, dtype))

@@ -1,7 +1,8 @@
-"""Runs, of all ranks in lockstep, what real ranks run: graphs after their last pass, by the kernels of real ranks.
+"""Runs the graphs of real ranks, after their last pass and with real kernels, in lockstep.
 
-A call without gradients runs one graph (`inference`). In training, each segment of a rank's graph is a step of autograd
-with a graph of its forward and one of its backward (`training`); one autograd tape spans all ranks.
+A call without gradients runs one graph (`inference`). In training, each segment of a rank's graph
+is a step of autograd with its own forward and backward graph (`training`); one autograd tape spans
+all ranks.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from torchshard.ir.graph import placeholders, results_of
 from torchshard.runtime.step import Step, Steps, steps_of, without_gradients
 
 Values = Sequence[Sequence[Any]]
-"""Of each rank, the values of its graph's placeholders."""
+"""For each rank, the values of its graph's placeholders."""
 Execute = Callable[[Values], list[list[Any]]]
 """Runs the graphs of all ranks; returns each rank's results."""
 
 
 class NoBackwardError(Exception):
-    """There is no graph of the backward for the results that gradients come for: ranks do without."""
+    """A backward graph is missing for the results that get gradients; real ranks then use autograd."""
 
 
 def inference(graphs: Sequence[fx.GraphModule]) -> Execute:
-    """What runs calls of the ranks' graphs without gradients."""
+    """Returns a function that runs the ranks' graphs without gradients."""
     made = [without_gradients(graph) for graph in graphs]
 
     def execute(values: Values) -> list[list[Any]]:
         with torch.no_grad():
-            # a view made here of a leaf that requires gradients says that it requires them too, and has no graph
+            # a view of a leaf made here claims to require a gradient, but has no autograd graph
             return [[r.detach() if isinstance(r, Tensor) else r for r in own] for own in _run(made, values)]
 
     return execute
 
 
 def training(graphs: Sequence[fx.GraphModule]) -> Execute:
-    """What runs steps of the ranks' graphs under autograd.
+    """Returns a function that runs steps of the ranks' graphs under autograd.
 
     Raises:
-        Exception: of any class, if there is no graph of the backward.
+        Exception: of any class, if a backward graph can't be made.
     """
     steps = [steps_of(graph, Ranks(ALONE)) for graph in graphs]
     return lambda values: _by_steps(graphs, steps, values)
@@ -82,13 +83,13 @@ def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: 
 
 
 def _by_rank(values: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
-    """Values of all ranks, as many of each, rank by rank."""
+    """Splits a flat list of values, equally long for each rank, rank by rank."""
     count = len(values) // ranks
     return [values[rank * count : (rank + 1) * count] for rank in range(ranks)]
 
 
 class _Together(torch.autograd.Function):
-    """The same step of all ranks."""
+    """One autograd step that runs the same segment on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, steps: Sequence[Step], *values: Any) -> tuple[Any, ...]:
@@ -96,7 +97,7 @@ class _Together(torch.autograd.Function):
         made = _run([step.forward for step in steps], _by_rank(values, len(steps)))
         ctx.steps, ctx.saved = steps, [own[len(given) :] for own in made]
         results = [own[: len(given)] for own in made]
-        ctx.set_materialize_grads(False)  # which results get gradients decides which graph runs
+        ctx.set_materialize_grads(False)  # the set of results with gradients decides which graph runs
         others = [r for own in results for r, is_given in zip(own, given, strict=True) if not is_given]
         ctx.mark_non_differentiable(*(r for r in others if isinstance(r, Tensor)))
         return tuple(itertools.chain(*results))

@@ -1,4 +1,4 @@
-"""Runs one training step, forward and backward: of the unsharded model, and of a program on all ranks in lockstep.
+"""Runs one training step, forward and backward, of the unsharded model, or of all ranks in lockstep.
 
 Both sides start from the same RNG state, and their outputs get the same random gradients.
 """
@@ -40,23 +40,23 @@ T = TypeVar("T")
 ALONE = Mesh(())
 """One process, without axes."""
 COTANGENT_SEED = 7919
-"""The seed of the first output's gradient; each further output counts one up."""
+"""The seed of the first output's gradient; each further output adds one."""
 NOISE_TRIALS = 4
-"""The unsharded graph runs so many times to measure its rounding noise."""
+"""The number of runs, per kind of nudge, that measure the unsharded graph's rounding noise."""
 
 
 def _cotangent(output: Tensor, index: int) -> Tensor:
     """A fixed random gradient of an output.
 
-    Its seed is unlike any that a user would choose for inputs: a gradient with the numbers of the input hides errors,
-    because the derivative of a norm along its own input is zero.
+    Its seed is one that users would not choose for inputs: a gradient equal to the input hides
+    errors, because the derivative of a norm along its own input is zero.
     """
     generator = torch.Generator().manual_seed(COTANGENT_SEED + index)
     return torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
 
 
 def leaf(value: T) -> T:
-    """A copy of a tensor that gets a gradient of its own if the tensor requires one; other values as they are."""
+    """A copy of a tensor as a leaf with its own gradient, if required; other values as they are."""
     if not isinstance(value, Tensor):
         return value
     return cast(T, value.detach().clone().requires_grad_(value.requires_grad))
@@ -66,7 +66,7 @@ def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, shardings:
     """Runs backward from the outputs of all ranks; each gets the same gradients, or slices of them.
 
     Args:
-        shardings: those of a rank's outputs, equal slices; by default all are whole.
+        shardings: the shardings of a rank's outputs, in equal slices; by default all are full.
     """
     roots, grads = [], []
     for place, of_rank in zip(mesh.places(), outputs, strict=True):
@@ -79,7 +79,7 @@ def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, shardings:
 
 
 def _own_cotangent(output: Tensor, number: int, shardings: Sequence[Sharding], place: Place) -> Tensor:
-    """A rank's part of the gradient of an output, given its own part of that."""
+    """A rank's slice of the gradient of an output, given its slice of the output."""
     sharding, shape = shardings[number] if shardings else UNSHARDED, list(output.shape)
     for axis, layout in sharding:
         assert isinstance(layout, Shard), sharding
@@ -88,9 +88,9 @@ def _own_cotangent(output: Tensor, number: int, shardings: Sequence[Sharding], p
 
 
 def output_shardings(local: fx.GraphModule, mesh: Mesh) -> list[Sharding]:
-    """What a rank of a localized graph holds of the tensors among its results; none if all are whole.
+    """The shardings of the tensors among a localized graph's results; empty if all are full.
 
-    Of several axes all but the last divide the batch.
+    Of several axes, all but the last split the batch.
     """
     results = zip(results_of(local.graph), result_layouts(local.graph), strict=True)
     layouts = [layout for result, layout in results if is_tensor(result)]
@@ -103,7 +103,7 @@ def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
     """Runs a copy of the model, so that the user's gradients and buffers stay as they are.
 
     Args:
-        left: whether the tensors that the call leaves in its arguments count as outputs.
+        left: whether tensors that the call writes into its arguments count as outputs.
     """
     original, model = model, copy_model(model)
     model.zero_grad()
@@ -123,7 +123,7 @@ def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
 
 
 class Run:
-    """A step of the ranks' graphs in lockstep, and the tensors that the ranks hold after it."""
+    """A step of the ranks' graphs in lockstep, with each rank's tensors after it."""
 
     def __init__(
         self,
@@ -137,16 +137,16 @@ class Run:
         watched: bool = False,
         execute: Execute | None = None,
     ) -> None:
-        """Runs it.
+        """Runs the step.
 
         Args:
             graphs: one per rank.
             states: per rank, parameters, buffers and constants by all their names.
-            mesh: that of the ranks.
-            shardings: what each rank has of the call's tensors.
+            mesh: the mesh of the ranks.
+            shardings: the shardings of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
-            execute: what runs in place of `graphs` under PyTorch's autograd.
+            execute: runs instead of `graphs` under PyTorch's autograd.
         """
         ranks = range(len(graphs))
         self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
@@ -190,15 +190,15 @@ class Trial:
     seed: RngStates
     """The RNG states that each run begins with."""
     dtype: torch.dtype | None = None
-    """The floating dtype that replaces all others; None: they stay."""
+    """The floating dtype that replaces all others, if any."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that say on which devices it runs."""
+        """Tensors on all devices that the trial runs on."""
         return (*self.model.parameters(), *self.call.tensors)
 
     def widened(self, dtype: torch.dtype) -> Trial:
-        """The same with every floating dtype replaced by one."""
+        """A copy of the trial, with every floating dtype replaced by one."""
         call = replace(self.call, tensors=tuple(widened(t, dtype) for t in self.call.tensors))
         return replace(self, call=call, dtype=dtype)
 
@@ -208,7 +208,7 @@ class Trial:
         return unsharded(self.model, self.call)
 
     def results(self, like: Results) -> Results:
-        """Runs the captured graph; returns the same tensors as `like` has, in this trial's precision."""
+        """Runs the captured graph; returns the same tensors as in `like`, in this trial's precision."""
         run = self.whole()
         inputs, grads = gradients(run.inputs[0]), gradients(run.states[0])
         return Results(
@@ -220,7 +220,7 @@ class Trial:
         )
 
     def whole(self, nudges: Nudges | None = None, *, watched: bool = False) -> Run:
-        """Runs the captured graph, which is that of the unsharded model."""
+        """Runs the captured, unsharded graph."""
         return self._run(self._in_own_dtype([self.captured.graph]), {}, ALONE, nudges, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], made: Program, *, watched: bool = False) -> Run:
@@ -229,21 +229,21 @@ class Trial:
         return self._run(graphs, made.held, made.mesh, watched=watched)
 
     def without_gradients(self, graphs: list[fx.GraphModule], made: Program) -> Run:
-        """The same as calls without gradients run it."""
+        """Runs the graphs of all ranks as calls without gradients do."""
         graphs = self._in_own_dtype(graphs)
         with _default_dtype(self.dtype):
             execute = inference(graphs)
         return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)
 
     def by_graphs(self, graphs: list[fx.GraphModule], made: Program) -> Run | None:
-        """The same by graphs of forward and backward, as further calls of training run it; None if there are none."""
+        """Runs the ranks' graphs of forward and backward, as later calls of training do, if they exist."""
         graphs = self._in_own_dtype(graphs)
         if not all(map(has_backward, graphs)):
             return None
         try:
             with _default_dtype(self.dtype):
                 execute = training(graphs)
-        except Exception as error:  # whatever it is: training does without
+        except Exception as error:  # for any error, training works without these graphs
             log.warning("no graph of the backward: %s; autograd's alone is compared", in_short(error))
             return None
         try:
@@ -313,7 +313,7 @@ def _places(run: Run, output_names: Sequence[str]) -> dict[ComparedValue, Tensor
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Sets the dtype of tensors that a graph creates without naming one; None: leaves it."""
+    """Sets the default dtype, for tensors that a graph creates without naming one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
