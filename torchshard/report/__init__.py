@@ -1,1 +1,1 @@
-"""What was planned, for people: why each collective is there, listings, pictures."""
+"""Plans for people: the reason for each collective, listings, pictures."""

@@ -28,20 +28,21 @@ class Planned(Protocol):
 
 
 def explain(model: Planned | Plan, module: str = "", level: Level = "table", rank: int = 0) -> str:
-    """What was inserted and why.
+    """Explains which collectives were inserted, and why.
 
     Args:
-        module: the path of a module, for the listing of that part alone.
-        level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
-            and to which layout, bytes, time, and the next best plan without it; between them expensive pins, and
-            ops for which values are gathered, the most expensive first; then the collectives of further mesh axes. Or
-            "node", the listing of the graph. Or "step", the forward and backward of a rank as they run: when
-            collectives begin and when they are waited for, what is saved, what is computed again.
-        rank: whose graph and step are listed; over several mesh axes, by its number among all ranks.
+        module: the path of a module, to list only that part.
+        level: "table", a row per module and below it each kind of collective: its reason, the
+            user's line, its source and target layout, bytes, time, and the next best plan without
+            it; in between, expensive pins, and ops that values are gathered for, the most expensive
+            first; then the collectives of further mesh axes. Or "node", the listing of the graph.
+            Or "step", the forward and backward of a rank in execution order: where each collective
+            begins and is waited for, and which values are saved or recomputed.
+        rank: the rank with the graph and step to list, numbered over all mesh axes.
 
     Raises:
-        InputError: the level, the module or the rank is none, the plan was loaded and has no graph to list, or the step
-            has no graph of its backward.
+        InputError: the level, the module or the rank does not exist, the plan was loaded without a
+            graph to list, or the step lacks a backward graph.
     """
     if level not in LEVELS:
         raise InputError(
@@ -68,10 +69,12 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
 
 
 def plan_in(model: Planned | Plan) -> Plan:
-    """A plan, or that of a model's latest graph. A loaded plan gets its graph back, if its file holds it.
+    """A given plan, or the plan of a model's latest graph.
+
+    A loaded plan gets its graph back, if its file contains it.
 
     Raises:
-        InputError: it is neither.
+        InputError: `model` is not a plan, and lacks one.
     """
     found = getattr(model, "plan", model)
     if not isinstance(found, Plan):
@@ -86,10 +89,10 @@ def plan_in(model: Planned | Plan) -> Plan:
 
 
 def graph_of(plan: Plan, rank: int = 0) -> fx.GraphModule:
-    """The graph with the collectives of all mesh axes, as a rank has it before it is split over the last of them.
+    """A rank's graph with the collectives of all mesh axes, before its split over the last axis.
 
     Raises:
-        InputError: there is no such rank, or no graph: see `program_of`.
+        InputError: the rank does not exist, or the plan lacks a graph: see `program_of`.
     """
     return _program(plan, rank).graph_of(rank)
 
@@ -98,7 +101,8 @@ def step_of(plan: Plan, rank: int) -> fx.GraphModule:
     """A training step of a rank, over all mesh axes.
 
     Raises:
-        InputError: as `graph_of`; or the model has no backward, or one that is not made as a graph.
+        InputError: the rank or the plan's graph does not exist, or the model lacks a backward, or
+            one that can be a graph.
     """
     return step_graph(_program(plan, rank).local_graph_of(rank))
 

@@ -1,4 +1,4 @@
-"""The memory of each rank in a step, those together that hold slices of the same shapes."""
+"""The memory of each rank in a step, grouped by ranks with slices of equal shapes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchshard.core.sharding import local_shape
 from torchshard.plans.plan import Plan
 
 MOST = 64
-"""Of more ranks than these the first and the last are looked at alone."""
+"""With more ranks than this, only the first and the last are computed."""
 
 
 class RankMemory(NamedTuple):
-    """What ranks of equal slices hold."""
+    """The memory of each of several ranks with slices of equal shapes."""
 
     ranks: tuple[int, ...]
     nbytes: Mapping[str, float]
-    """Kind -> bytes of one of them, without 'peak'; of a loaded plan the parameters alone."""
+    """Kind -> bytes per rank, without 'peak'; for a loaded plan only the parameters."""
     of: int = 0
-    """How many ranks there are, if they are too many to compute the memory of each."""
+    """The total number of ranks, if they are too many to compute the memory of each; else 0."""
 
     @property
     def total(self) -> float:
-        """Bytes of one of them."""
+        """Bytes per rank."""
         return sum(self.nbytes.values())
 
     @property
@@ -38,7 +38,7 @@ class RankMemory(NamedTuple):
 
 
 def memory_of_ranks(plan: Plan) -> list[RankMemory]:
-    """What each rank takes in a step of training, or in a call, by kind."""
+    """Each rank's memory by kind, in a training step or in a call."""
     places = [*itertools.product(*(range(each.world_size) for each in plan.axes))]
     groups: dict[Shapes, list[int]] = {}
     for rank, place in enumerate(places):
@@ -52,7 +52,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def _shapes(plan: Plan, place: Sequence[int]) -> Shapes:
-    """Of the slices of all parameters and buffers; the place is that on the weights' axis, then those on the others."""
+    """The local shapes of all parameters and buffers.
+
+    Args:
+        place: the rank's place on the weights' axis, then its places on the other axes.
+    """
     return tuple(local_shape(stored.shape, plan.cuts(name, place)) for name, stored in plan.stored.items())
 
 

@@ -1,4 +1,4 @@
-"""A rank's training step as one graph: what it runs forward, then what it runs backward, in the order in which it runs.
+"""A rank's training step as one graph: its forward, then its backward, in execution order.
 
 begin_reduce   ▼ all-reduce begins     ops that do not need it run meanwhile
 wait           its result              from here on
@@ -23,14 +23,14 @@ from torchshard.passes import Partition, has_backward, segments, step_graphs
 from torchshard.plans.machine import size_text
 
 Values = dict[Any, Any]
-"""A node of a part, or the name of a value that parts share -> the node of the step."""
+"""A node of a part, or the name of a value that several parts use -> the node of the step."""
 
 
 def step_graph(local: fx.GraphModule) -> fx.GraphModule:
-    """The step of one rank, of its graph. Its nodes' meta has 'is_backward': whether backward runs them.
+    """The training step of one rank. Meta 'is_backward' of a node: whether backward runs it.
 
     Raises:
-        InputError: the model has no backward, or one that is not made as a graph.
+        InputError: the model lacks a backward, or one that can be a graph.
     """
     if not has_backward(local):
         raise _no_graph("nothing needs a gradient, or a call that is kept whole has its own backward, as an LSTM has")
@@ -73,7 +73,7 @@ def _added(
     graph: fx.Graph, part: fx.Graph, arguments: tuple[str, ...], results: tuple[str, ...], values: Values, *,
     is_backward: bool = False,
 ) -> Values:  # fmt: skip
-    """Adds the ops of a part; returns its results by their names."""
+    """Adds the ops of a part to the step; returns the part's results by name."""
     known = dict(values)
     for source, name in zip(placeholders(part), arguments, strict=True):
         known[source] = known[name] if name in known else _copied(graph, source, known)
@@ -93,7 +93,7 @@ def _copied(graph: fx.Graph, node: fx.Node, known: Values) -> fx.Node:
 
 
 def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str]:
-    """The step as text: a heading of forward and of backward, and below it a line per op.
+    """The step as text: a heading each for forward and backward, followed by a line per op.
 
     Args:
         within: the path of a module, to list only the ops of it and its children.
@@ -126,6 +126,6 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _end(nodes: list[fx.Node], begin: int) -> int:
-    """The place of the node that waits for a collective."""
+    """The index of the node that waits for a collective."""
     (waiting,) = nodes[begin].users
     return nodes.index(waiting)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: of each layer, within one layer, and what bounds its ops.
+"""Breaks down the time of a step: by layer, within one layer, and by the bounds of its ops.
 
 layers.* ×32   computes 3.1 ms   waits for collectives 0.4 ms   0.2 ms of collectives run meanwhile
 """
@@ -25,7 +25,7 @@ BATCH = "over the batch's axes"
 
 @dataclass
 class Share:
-    """What a step takes for one module, or for several of one name."""
+    """The time in a step of one module, or of several of one name."""
 
     name: str
     modules: set[str] = field(default_factory=set)
@@ -38,12 +38,15 @@ class Share:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return self.computes + self.waits
 
 
 def shares(plan: Plan) -> list[Share]:
-    """The time of a step by layers, equal names together, in the model's order; last what divides the batch."""
+    """The time of a step by layers, in model order, followed by collectives over the batch's axes.
+
+    Layers with equal names share an entry.
+    """
     found: dict[str, Share] = {}
 
     def share(path: str) -> Share:
@@ -69,48 +72,52 @@ def shares(plan: Plan) -> list[Share]:
 
 COMPUTES, SENDS = "computes", "sends"
 MOMENT = 1e-12
-"""Seconds; what is no longer is rounding."""
+"""Seconds; shorter differences are rounding errors."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does for a while."""
+    """An activity of a rank with a start and a duration."""
 
     lane: str
-    """COMPUTES; SENDS, what it waits for but while it is hidden; or the axis of the batch that sends: 'over dp'."""
+    """COMPUTES; SENDS, collectives that it waits for, unless hidden; or 'over dp', for the batch axis
+    dp."""
     name: str
     of: str
-    """The node of the op; of a collective, the value's."""
+    """The name of the op's node or, for a collective, of the converted value."""
     start: float
-    """In seconds from the beginning of the layer's forward, or backward; less than 0 for what began before."""
+    """Seconds from the beginning of the layer's forward or backward; negative if it began earlier."""
     seconds: float
     hidden: float = 0.0
-    """So many of the first of these the rank computes meanwhile."""
+    """Seconds from the start during which the rank computes meanwhile."""
     is_own: bool = True
-    """Whether it is the layer's."""
+    """Whether it belongs to the layer."""
     is_op: bool = False
 
     @property
     def waits(self) -> float:
-        """When the rank begins to wait for it, or to compute it."""
+        """The time at which the rank begins to wait for it, or to compute it."""
         return self.start + self.hidden
 
     @property
     def end(self) -> float:
-        """When it has ended."""
+        """The time at which it ends."""
         return self.start + self.seconds
 
 
 @dataclass(frozen=True)
 class Span:
-    """A layer's forward, or its backward, and what else a rank does meanwhile."""
+    """A layer's forward or backward, with all other activity of the rank meanwhile."""
 
     events: list[Event]
     seconds: float
 
 
 def layer_timeline(plan: Plan, layer: str) -> tuple[Span, ...]:
-    """What a rank does in a module, forward and backward, by the planner's prices; nothing without a graph."""
+    """A rank's activity during a module's forward and backward, by the planner's prices.
+
+    Empty for a plan without a graph.
+    """
     solved = solutions_of(plan)
     if not solved:
         return ()
@@ -127,7 +134,7 @@ def layer_timeline(plan: Plan, layer: str) -> tuple[Span, ...]:
 
 
 def _of_op(node: fx.Node, work: Work, way: int, start: float, layer: str) -> Iterator[Event]:
-    """What an op computes, and what it waits for: before it in the forward, behind it in the backward."""
+    """The events of an op: its computation after its waits in the forward, before them in the backward."""
     is_own = is_within(node, layer)
     op = Event(COMPUTES, op_name(node), node.name, start, work.computes[way], is_own=is_own, is_op=True)
     now = start + op.seconds * way
@@ -138,7 +145,7 @@ def _of_op(node: fx.Node, work: Work, way: int, start: float, layer: str) -> Ite
 
 
 def _of_collective(c: Collective, sent: Sent, now: float, layer: str) -> Event:
-    """A collective, of which the rank has computed a part of the time meanwhile; or a cut, which it makes alone."""
+    """The event of a collective, partly hidden by computation, or of a slicing that sends no message."""
     is_own = is_part(c.place, layer)
     if not sent.nbytes:
         return Event(COMPUTES, c.name, c.value, now, sent.seconds, is_own=is_own)
@@ -153,7 +160,7 @@ def _of_batch(plan: Plan, message: Message, layer: str) -> Event:
 
 
 def _span(of_ops: Sequence[Event], of_batch: Sequence[Event]) -> Span:
-    """The part of a step from the first op of a layer to the last, with the collectives around them."""
+    """The part of a step from a layer's first op to its last, extended by adjacent collectives."""
     own = [event for event in of_ops if event.is_own]
     ops = [event for event in own if event.is_op]
     start = min((event.start for event in ops), default=0.0)
@@ -171,22 +178,22 @@ def _span(of_ops: Sequence[Event], of_batch: Sequence[Event]) -> Span:
 
 @dataclass
 class Bound:
-    """Ops of one kind, or messages of one kind, that the same bounds."""
+    """Ops of one kind, or messages of one kind, with the same bottleneck."""
 
     name: str
     by: str
-    """What bounds them: 'computation', 'memory', 'the host'; messages, 'bandwidth' or 'latency'."""
+    """The bottleneck: 'computation', 'memory' or 'the host'; of messages, 'bandwidth' or 'latency'."""
     count: int = 0
     seconds: float = 0.0
-    """Of a step."""
+    """Time in a step."""
     flops: float = 0.0
-    """Of the forward."""
+    """Operations in the forward."""
     nbytes: float = 0.0
-    """That the forward reads and writes; of messages, that a step sends."""
+    """Bytes that the forward reads and writes; for messages, bytes that a step sends."""
 
 
 def bounds(plan: Plan) -> list[Bound]:
-    """What bounds each kind of op and of message, what takes the longest first; without a graph the messages alone."""
+    """The bottlenecks of all kinds of ops and messages, longest first; only messages without a graph."""
     found: dict[tuple[str, str], Bound] = {}
     for name, by, count, *amounts in (*_ops(plan), *_messages(plan)):
         bound = found.setdefault((name, by), Bound(name, by))

@@ -1,7 +1,7 @@
-"""Why each collective of a plan is there, and what the best plan without it would cost.
+"""Explains the reason for each collective of a plan, and the cost of the best plan without it.
 
-The planning problem is solved again with the collective forbidden in all equal layers, or without one of the user's
-pins.
+To find that plan, the planning problem is solved again with the collective forbidden in all equal
+layers, or without one of the user's pins.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from torchshard.plans.plan import Plan
 from torchshard.plans.table import held_otherwise
 
 MAX_ALTERNATIVES = 12
-"""An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
+"""The number of kinds of collectives with a search for an alternative, because a search takes as long
+as planning."""
 MOST_USERS = 3
-"""So many of the modules and ops that a collective is for are named."""
+"""The number of modules and ops named as users of a collective."""
 MOST_CHANGES = 4
-"""So many of the changes of another plan are named."""
+"""The number of changes that are named for a different plan."""
 TOLD = 0.01
-"""Smaller changes of a step's time or of a rank's bytes are not reported."""
+"""Smaller relative changes of a step's time or of a rank's bytes are not reported."""
 WAYS = "forward", "again in the backward", "backward"
-"""What a collective sends in a step."""
+"""The passes of a step in which a collective sends."""
 
 REASONS: Mapping[str, str] = {
     "copy": "each rank uses it for its own part, so its gradient is the sum of theirs",
@@ -51,7 +52,7 @@ REASONS: Mapping[str, str] = {
 
 
 def kinds_of(plan: AxisPlan) -> list[list[Collective]]:
-    """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
+    """A plan's collectives that send data, grouped by equal layers; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
         if c.nbytes:
@@ -62,7 +63,7 @@ def kinds_of(plan: AxisPlan) -> list[list[Collective]]:
 
 
 def told(plan: Plan, of_axis: AxisPlan, problem: PlanningProblem | None) -> Iterator[str]:
-    """Each kind of collective over an axis in a few lines: what, where, why, costs, a step without it."""
+    """Each kind of collective over an axis in a few lines: place, reason, costs, a step without it."""
     kinds = kinds_of(of_axis)
     nodes = {} if problem is None else {node.name: node for node in problem.graph.nodes}
     for i, alike in enumerate(kinds):
@@ -83,7 +84,7 @@ def told(plan: Plan, of_axis: AxisPlan, problem: PlanningProblem | None) -> Iter
 
 
 def _users(kind: Sequence[Collective], nodes: Mapping[str, fx.Node]) -> str:
-    """What collectives of equal layers are for: modules, ops within them, or the results."""
+    """The users of collectives in equal layers: modules, ops within them, or the results."""
     texts = (_user(name, nodes.get(name), starred=len(kind) > 1) for name in kind[0].consumers)
     users = [*dict.fromkeys(texts)]
     return ", ".join(users[:MOST_USERS]) + (", ..." if len(users) > MOST_USERS else "")
@@ -118,7 +119,7 @@ def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) 
 
 
 def _compared(plan: Plan, other: Alternative) -> str:
-    """How much slower another plan is, and the changes that it would make."""
+    """The extra time of another plan, and the changes that it would make."""
     slower = other.costs.seconds - plan.costs.seconds
     parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
     _, held = plan.parameter_bytes()
@@ -138,7 +139,7 @@ def _compared(plan: Plan, other: Alternative) -> str:
 
 
 def expensive_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
-    """The pins that make a step slower, and by how much."""
+    """The pins that make a step slower, and the time that each costs."""
     for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
         pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}
         try:

@@ -1,12 +1,14 @@
-"""Pictures of a plan's graph: modules as nested boxes, ops as rows, collectives as hexagons; a file's suffix says how.
+"""Draws a plan's graph: modules as nested boxes, ops as rows, collectives as hexagons.
+
+The file's suffix selects the format.
 
     draw(model, "model.html")      a page of its own: where time and memory go, a layer on each rank, all modules
     draw(plan, "model.svg")        for papers and READMEs
     draw(plan, "layer.svg", layer="blocks.0")    that layer with a lane for each rank, for a talk
     draw(plan, "model.dot")        for Graphviz
 
-Layers that repeat are drawn once, as "12 × blocks.*". A collective says what travels and when: ▼ in the forward pass,
-▲ in the backward.
+Layers that repeat are drawn once, as "12 × blocks.*". A collective shows its messages in the
+forward pass (▼) and in the backward (▲).
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ from torchshard.report.explain import Planned, graph_of, plan_in, step_of
 
 FORMATS = (".html", ".svg", ".dot")
 OF_LAYER, OF_SEVERAL = (".svg",), (".html",)
-"""Of one layer, and of several plans."""
+"""Suffixes for one layer, and for several plans."""
 MOST_PLANS = 8
-"""So many plans lie beside each other on a page."""
+"""The number of plans that fit side by side on a page."""
 
 
 def draw(
@@ -44,19 +46,20 @@ def draw(
     """Writes a picture of a plan's graph, or of a sharded model's latest, with its collectives.
 
     Args:
-        model: what is drawn; several, in a list or by their names in a dict, lie side by side on a page, which marks
-            where they differ.
+        model: a plan or model; several, in a list or by their names in a dict, are drawn side by
+            side on a page, which marks where they differ.
         path: the file; its suffix is .html, .svg or .dot.
-        step: draws a training step of a rank, forward and backward as they run: where collectives begin, and where they
-            are waited for.
-        layer: the path of a module, of which an .svg shows each rank in a lane of its own: the slices of weights and
-            values that it holds, and collectives as joins of the lanes, as figure 3 of Shoeybi et al., "Megatron-LM"
-            (2019). "auto" is the layer in which a step spends the most time, as pages show it.
-        rank: whose graph or step, by its number among all ranks.
+        step: draws a training step of a rank, forward and backward in execution order: where each
+            collective begins, and where it is waited for.
+        layer: the path of a module, for an .svg with a lane for each rank: its slices of weights
+            and values, with collectives as joins of the lanes, as in figure 3 of Shoeybi et al.,
+            "Megatron-LM" (2019). "auto" is the layer in which a step spends the most time, as on
+            pages.
+        rank: the rank with the graph or step to draw, by its number among all ranks.
 
     Raises:
-        InputError: the suffix is another, the file can't be written, there is no graph to draw, no such rank or layer,
-            or a layer of too many ops for a figure.
+        InputError: the suffix is unknown, the file can't be written, the graph, rank or layer does
+            not exist, or the layer has too many ops for a figure.
     """
     named: dict[Any, Any] = dict(model) if isinstance(model, Mapping) else {}
     models: list[Any] = [*named.values()] if isinstance(model, Mapping) else [model]
@@ -81,7 +84,7 @@ def draw(
 
 
 def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:
-    """Raises InputError where a file's suffix is none of these."""
+    """Raises InputError if a file's suffix is not one of these."""
     if not isinstance(path, (str, os.PathLike)):
         raise InputError(
             f"a picture is written to a file, not to a {type(path).__name__}",
@@ -106,7 +109,7 @@ def _text(suffix: str, shown: Sequence[Any]) -> str:
 
 
 def _figure(plan: Plan, layer: str) -> str:
-    """One layer, a lane for each rank."""
+    """Draws one layer with a lane for each rank."""
     path = busiest_layer(plan) if layer == "auto" else layer
     drawn = lanes(plan, path)
     if not drawn:

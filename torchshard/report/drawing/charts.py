@@ -1,4 +1,4 @@
-"""What a step of a plan takes, as tables with bars: time by layers, one layer's course, bounds, memory of each rank."""
+"""Charts of a plan's step: time by layer, the timeline of one layer, bottlenecks, memory of each rank."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ from torchshard.report.memory import RankMemory, memory_of_ranks
 from torchshard.report.times import COMPUTES, SENDS, Event, Share, Span, bounds, layer_timeline, shares
 
 LEAST = 0.005
-"""What takes a smaller part of a step is among the others."""
+"""The share of a step below which layers are combined as "others"."""
 MOST_BOUNDS = 10
-"""So many kinds of ops and messages are listed."""
+"""The number of kinds of ops and messages in the table."""
 KINDS = ("parameters", "gradients", "optimizer", "caches", "activations")
-"""Of a rank's memory, as they are stacked."""
+"""The kinds of a rank's memory, in stacking order."""
 WAYS = ("forward", "backward")
 WIDE, LANE, LEFT = 900, 22, 86
-"""Pixels of a course: its length, a lane of it, and before it."""
+"""Pixels of a timeline: its length, the height of a lane, the margin before it."""
 BESIDE = (
     "As the planner counts it: each axis of the batch sends one message after another, in the order of the ops, while "
     "the rank computes; a rank waits for weights that are not there yet. What is pale is not of this layer."
 )
 NARROWEST = 0.5
-"""Pixels of an op; shorter ones are not drawn."""
+"""The width in pixels below which an op is not drawn."""
 
 
 @dataclass(frozen=True)
 class Charts:
-    """What a plan's charts show."""
+    """The data of a plan's charts."""
 
     layer: str
     parts: list[Share]
-    """Of the step."""
+    """The step's time by layers."""
     ways: tuple[Span, ...]
-    """The layer's forward and backward; none of a plan that was loaded."""
+    """The layer's forward and backward; empty for a loaded plan without a graph."""
     groups: list[RankMemory]
-    """Of ranks, by what they hold."""
+    """Memory by groups of ranks."""
 
     @staticmethod
     def of(plan: Plan, layer: str) -> Charts:
-        """Those of a plan and one of its layers."""
+        """The charts of a plan and one of its layers."""
         return Charts(layer, _parts(plan), layer_timeline(plan, layer), memory_of_ranks(plan))
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What the whole length of a bar stands for, on all charts of one kind of a page."""
+    """The value of a bar's full length, equal on all charts of one kind on a page."""
 
     part: float
     way: float
-    """Seconds."""
+    """Seconds of the longest forward or backward of a layer."""
     group: float
     """Bytes."""
 
     @staticmethod
     def of(charts: Sequence[Charts]) -> Scales:
-        """Those that all fit."""
+        """The smallest scales that fit all charts."""
         parts = (part.seconds + part.hidden for each in charts for part in each.parts)
         ways = (way.seconds for each in charts for way in each.ways)
         groups = (group.total for each in charts for group in each.groups)
@@ -66,7 +66,7 @@ class Scales:
 
 
 def _parts(plan: Plan) -> list[Share]:
-    """The time of a step by layers; what takes little of it together."""
+    """The time of a step by layers, with small shares combined."""
     parts = shares(plan)
     total = sum(part.seconds for part in parts)
     shown = [part for part in parts if part.seconds >= LEAST * total] if total else []
@@ -78,7 +78,7 @@ def _parts(plan: Plan) -> list[Share]:
 
 
 def time_chart(charts: Charts, longest: float) -> str:
-    """Where the time of a step goes: computation, collectives that are waited for, and those behind computation."""
+    """The distribution of a step's time: computation, waits for collectives, hidden collectives."""
     total, rows = sum(part.seconds for part in charts.parts), []
     if not total:
         return ""
@@ -93,7 +93,7 @@ def time_chart(charts: Charts, longest: float) -> str:
 
 
 def course(charts: Charts, longest: float) -> str:
-    """What a rank does in one layer, in the order of time, as SVG; nothing if it does nothing."""
+    """The timeline of a rank in one layer, as SVG; empty if the layer takes no time."""
     spans = {way: span for way, span in zip(WAYS, charts.ways, strict=False) if span.seconds}
     lanes = [*dict.fromkeys([COMPUTES, SENDS, *(event.lane for span in charts.ways for event in span.events)])]
     if not spans:
@@ -116,7 +116,7 @@ def course(charts: Charts, longest: float) -> str:
 
 
 def _event(event: Event, top: float, scale: float, seconds: float) -> str:
-    """One event, as far as it lies within the first so many seconds."""
+    """Draws an event, cut to the first `seconds` of its span."""
     start, end = (min(max(time, 0.0), seconds) * scale for time in (event.start, event.end))
     if end - start < NARROWEST:
         return ""
@@ -136,7 +136,7 @@ def _line(x: float, y: float, text: str) -> str:
 
 
 def bounds_table(plan: Plan) -> str:
-    """What bounds each kind of op and of message."""
+    """The bottleneck of each kind of op and message, as a table."""
     found = bounds(plan)
     total = sum(plan.step_seconds.values()) + plan.hidden_seconds
     shown = [bound for bound in found if bound.seconds >= LEAST * total][:MOST_BOUNDS] if total else []
@@ -163,7 +163,7 @@ def bounds_table(plan: Plan) -> str:
 
 
 def memory_chart(charts: Charts, most: float) -> str:
-    """What each rank holds in a step."""
+    """The memory of each rank in a step, as a table."""
     groups = charts.groups
     if not any(group.total for group in groups):
         return ""
@@ -182,7 +182,7 @@ def memory_chart(charts: Charts, most: float) -> str:
 
 
 def _bar(parts: Mapping[str, float], whole: float) -> str:
-    """The parts one after the other; the texts beside it say the same."""
+    """A stacked bar; hidden from screen readers, which get the same values as text."""
     drawn = (f'<i class="{kind}" style="width:{100 * part / whole:.2f}%"></i>' for kind, part in parts.items() if part)
     return f'<div class="bar" aria-hidden="true">{"".join(drawn)}</div>'
 
@@ -192,7 +192,7 @@ def _key(*kinds: tuple[str, str]) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of which the first cells are texts, and the second ones are HTML."""
+    """A table; the first cell of a row is text, the second is HTML."""
     return f"<h2>{escape(title)}</h2><table>{''.join(_cells(head, rows))}</table>"
 
 

@@ -1,4 +1,7 @@
-"""A graph as Graphviz text: modules as clusters, collectives as hexagons, an edge from each value to its consumers."""
+"""A graph as Graphviz text.
+
+Modules are clusters, collectives hexagons, with an edge from each value to its consumers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 
 def dot(graph: fx.Graph) -> str:
-    """The text; layers that repeat are there once."""
+    """The Graphviz text, with repeated layers only once."""
     root = outline(graph)
     rows = root.rows()
     names = {node: f"n{i}" for i, row in enumerate(rows) for node in row.nodes}

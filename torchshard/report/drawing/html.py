@@ -1,6 +1,7 @@
-"""A page of its own, without a network: what a step takes, a layer as a figure, and all modules; several plans beside.
+"""A self-contained page: charts of a step, a layer as a figure, all modules; also for several plans.
 
-Every module is a `<details>`; a row's facts lie in one JSON block, and a few lines of script show them.
+Every module is a `<details>`; the facts about rows are in one JSON block, and a short script shows
+them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ MEANINGS = {
     "R": "whole on each rank, which uses it for its own part; its gradient is in partial sums",
     "I": "whole and equal on each rank, as is its gradient",
 }
-"""The letter of a layout -> what it means."""
+"""The letter of a layout -> its meaning."""
 OF_STEP = MEANINGS | {"I": "what this rank holds: its part, or the whole"}
-"""The same in a rank's step, whose types are those of what the rank holds."""
+"""Meanings on the page of a rank's step, which shows the types of local shards."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Shown:
     plan: Plan
     graph: fx.Graph
     name: str = ""
-    """What it is called where several plans are shown."""
+    """The plan's name on a page with several plans."""
 
 
 def page(shown: Sequence[Shown]) -> str:
-    """The whole file."""
+    """The text of the whole file."""
     texts = Texts({"": 0})
     frame = frame_of([one.graph for one in shown]) if len(shown) > 1 else Frame()
     sides = [Side(one.plan, one.graph, prefix, texts, frame) for one, prefix in zip(shown, PREFIXES, strict=False)]
@@ -118,13 +119,13 @@ def _asset(name: str) -> str:
 
 
 def _title(shown: Sequence[Shown], names: Sequence[str]) -> str:
-    """The model with its sizes, the ranks and the machine; of several plans their names."""
+    """The model with its sizes, the ranks and the machine; for several plans, their names."""
     models = dict.fromkeys(one.plan.title for one in shown if one.plan.title)
     return ": ".join(filter(None, [" and ".join(models), " and ".join(names)]))
 
 
 def _names(shown: Sequence[Shown]) -> list[str]:
-    """Those that were given; else the ranks, how they hold weights, and the machine; numbers where these are equal."""
+    """The given names, by default made of ranks, data sharding and machine; equal ones are numbered."""
     found = [one.name or ", ".join(filter(None, _facts(one.plan))) for one in shown]
     many = Counter(found)
     return [f"{name} ({found[:i].count(name) + 1})" if many[name] > 1 else name for i, name in enumerate(found)]
@@ -148,14 +149,14 @@ def _summary(side: Side, charts: Charts, scales: Scales) -> Iterator[str]:
 
 
 class Tile(NamedTuple):
-    """A number of a plan."""
+    """A number of a plan, with its caption."""
 
     value: str
     name: str
 
 
 def _figures(plan: Plan) -> dict[str, Tile]:
-    """What a plan costs, by what is compared."""
+    """The costs of a plan, by the name of each row in comparisons."""
     costs, (whole, held) = plan.costs, plan.parameter_bytes()
     ranks, _, names = mesh_text(plan).partition(" ranks")
     found = {"ranks": Tile(ranks.removesuffix(" rank"), f"ranks{names}")}
@@ -221,7 +222,7 @@ def _figure(side: Side, name: str) -> str:
 
 
 def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
-    """The sums of all plans beside each other, and the parameters that lie otherwise."""
+    """Compares the totals of all plans, and the parameters with different layouts."""
     figures = [_figures(one.plan) for one in shown]
     head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in names)
     none = Tile(ABSENT, "")
@@ -234,7 +235,7 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 
 def _layouts(shown: Sequence[Shown]) -> Iterator[tuple[str, Sequence[str]]]:
-    """The parameters that do not lie the same in all plans, those of equal layers together, and their layouts."""
+    """The parameters with layouts that differ between plans, grouped by equal layers."""
     found = held_otherwise([one.plan for one in shown])
     shared = Counter(star_differences(*names) for names, _ in found)
     for names, layouts in found:
@@ -243,7 +244,7 @@ def _layouts(shown: Sequence[Shown]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def _numbers(stars: str, names: Sequence[str]) -> str:
-    """What stands for the stars in some names."""
+    """The numbers in some names at the place of the stars."""
     places = [i for i, step in enumerate(stars.split(".")) if "*" in step]
     return ", ".join(".".join(name.split(".")[i] for i in places) for name in names)
 

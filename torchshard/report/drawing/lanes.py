@@ -1,7 +1,8 @@
-"""A module as a figure, with a lane for each rank: the slices that it holds, and collectives as joins of all lanes.
+"""A module as a figure, with a lane for each rank, its slices, and collectives as joins of all lanes.
 
-As in figure 3 of Shoeybi et al., "Megatron-LM" (2019), but made of the graph. A square is a weight or a value, its
-filled part what the rank holds of it; a striped one is a partial sum, that becomes the value when all are added.
+The figure follows figure 3 of Shoeybi et al., "Megatron-LM" (2019), but is made from the graph. A
+square is a weight or a value, its filled part the rank's slice; a striped one is a partial sum, of
+which the ranks' total is the value.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from torchshard.report.drawing.stations import LETTERS, MOST_STATIONS, Station, 
 WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 92, 34, 26, 66, 26, 16, 62
 """Pixels: a station, a join, between columns, a row, a square, around all, above the lanes."""
 LONGEST = 15
-"""Characters of a label."""
+"""Maximum length of a label in characters."""
 MOST_LANES = 4
-"""So many lanes are drawn, the last rank's among them."""
+"""The number of lanes that are drawn; the last lane is the last rank's."""
 STYLE = """
 .lanes{font:10px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .l-name{font-weight:bold;font-size:12px}.l-letter{font:italic bold 20px Georgia,serif;text-anchor:middle}
@@ -45,10 +46,10 @@ STRIPES = (
 
 
 def lanes(plan: Plan, module: str, prefix: str = "") -> str:
-    """The SVG text; '' for a module of too many stations, or none, and for a plan without a graph.
+    """The SVG text; '' if a module has too many stations or none, or the plan lacks a graph.
 
     Args:
-        prefix: of the figure's ids, where others stand in the same page.
+        prefix: prefix of the figure's ids, unique among the figures of a page.
     """
     if plan.graph is None:
         return ""
@@ -75,7 +76,7 @@ class _Figure:
         self.bottom = HEAD + len(self.ranks) * (self.height + 12)
 
     def svg(self) -> str:
-        """The whole figure."""
+        """The whole figure as SVG text."""
         width, height = round(self.left[-1] + MARGIN), round(self.bottom + 60)
         title = f"{self.module or 'the model'} on {self.world} rank{'s' * (self.world > 1)}{self.over}"
         tail = "" if self.world == len(self.ranks) else f" (ranks {len(self.ranks) - 1} to {self.world - 2} left out)"
@@ -115,11 +116,11 @@ class _Figure:
         return box + _text("name", MARGIN + 8, top + self.height / 2 + 4, f"rank {self.ranks[lane]}")
 
     def _middle(self, one: Station) -> float:
-        """Of a station, below the top of its lane."""
+        """The y of a station's middle, below the top of its lane."""
         return 20 + ROW * one.row + ROW / 2
 
     def _bar(self, one: Station) -> str:
-        """A collective, across the lanes."""
+        """Draws a collective across the lanes."""
         x, top, name = self.left[one.level], HEAD - 8, op_name(one.node)
         sends = sent(one.node)
         look = "join" if "▼" in dict(sends) else "quiet"
@@ -132,12 +133,15 @@ class _Figure:
         return f"<g><title>{escape(tip)}</title>{box}{letter}{''.join(texts)}</g>"
 
     def _is_spaced(self, one: Station) -> bool:
-        """Whether the words below a join have room beside those of the joins before it."""
+        """Whether the caption of a join has room next to the captions of the joins before it.
+
+        Neighbouring captions alternate between two heights.
+        """
         levels = {other.level for other in self.shown if other.is_join}
         return next(n for n in range(one.level + 2) if one.level - n not in levels) % 2 == 1
 
     def _common(self) -> Iterator[str]:
-        """What all lanes have: the names of the stations, and what goes to what."""
+        """The parts that all lanes share: names of stations, empty squares, edges."""
         for one in self.shown:
             for source in one.sources:
                 yield self._edge(source, one)
@@ -155,7 +159,7 @@ class _Figure:
         return self.left[one.level] + (JOIN if one.is_join else WIDE)
 
     def _edge(self, source: Station, taker: Station) -> str:
-        """A curve; above the stations, where one lies between."""
+        """A curve between two stations; it runs above the stations if one is in the way."""
         x1, x2, y1, y2 = self._right(source), self.left[taker.level], self._middle(source), self._middle(taker)
         out, over = min((x2 - x1) / 2, 40), 10
         way = f"C{x1 + out:g} {y1:g} {x2 - out:g} {y2:g} {x2:g} {y2:g}"
@@ -167,16 +171,16 @@ class _Figure:
         return f'<path class="l-edge" d="M{x1:g} {y1:g}{way}"/>'
 
     def _is_between(self, source: Station, taker: Station) -> bool:
-        """Whether another station lies where the line from one to the other would be."""
+        """Whether another station is in the way of a direct line between two."""
         rows = range(min(source.row, taker.row), max(source.row, taker.row) + 1)
         return any(source.level < one.level < taker.level and one.row in rows for one in self.shown)
 
     def _squares_at(self, one: Station) -> float:
-        """Where the squares of a station begin."""
+        """The x of a station's first square."""
         return self.left[one.level] + (WIDE - (ICON + 10) * (1 + bool(one.weights)) + 10) / 2
 
     def _station(self, one: Station, lane: int) -> str:
-        """What a rank has of a station's weight and value."""
+        """Fills the squares of a station with a rank's slices of its weight and value."""
         y, rank = self._top(lane) + self._middle(one), self.ranks[lane]
         first = self._squares_at(one)
         drawn = [self._filled(node, kind, first + i * (ICON + 10), y, rank)
@@ -189,7 +193,7 @@ class _Figure:
         return f"<g><title>{escape(chr(10).join(tip))}</title>{''.join(drawn)}{below}</g>"
 
     def _held(self, node: fx.Node, rank: int) -> str:
-        """What a rank holds of a value, in words."""
+        """A rank's slice of a value, in words."""
         value, layout = _tensor(node), layout_of(node)
         held = "a partial sum" if layout == P else "all"
         if isinstance(layout, Shard):
@@ -198,11 +202,11 @@ class _Figure:
         return f"{tensors_typed(node, self.names)[0]}: {held}" if rank == 0 else held
 
     def _spans(self, value: Tensor, layout: Shard, rank: int) -> list[tuple[int, int]]:
-        """Where what a rank holds of a split dim begins and ends."""
+        """The ranges of a split dim that a rank stores."""
         return _merged(ranges(parts_of(hint(value.shape[layout.dim]), layout), rank, self.world))
 
     def _filled(self, node: fx.Node, kind: str, x: float, middle: float, rank: int) -> str:
-        """What a rank holds of a weight or a value, within its square."""
+        """Fills a rank's slice of a weight or a value within its square."""
         value, layout, high = _tensor(node), layout_of(node), _height(node)
         y = middle - high / 2
         if not isinstance(layout, Shard):
@@ -220,14 +224,14 @@ def _place(node: fx.Node) -> str:
 
 
 def _squares(one: Station) -> list[tuple[fx.Node, str]]:
-    """What a station shows squares of, and as what."""
+    """The nodes that a station shows as squares, with the kind of each."""
     if is_parameter(one.node):
         return [(one.node, "weight")]
     return [*((weight, "weight") for weight in one.weights[:1]), (one.node, "value")]
 
 
 def _height(node: fx.Node) -> float:
-    """Of the square of a weight or value; one of one dim is a bar."""
+    """The height of a weight's or value's square; 1-D tensors are bars."""
     return ICON if _tensor(node).ndim > 1 else 8
 
 
@@ -240,16 +244,16 @@ def _leaf(weight: fx.Node) -> str:
 
 
 def _local_text(weight: fx.Node, rank: int, world: int) -> str:
-    """The shape of what a rank holds of a weight: '512×128'."""
+    """The shape of a rank's slice of a weight: '512×128'."""
     return "×".join(map(str, local_shape(_tensor(weight).shape, layout_of(weight), rank, world)))
 
 
 MOST_SPANS = 8
-"""So many stripes of a square are drawn; slices of more parts than these look like the first ones."""
+"""The number of stripes drawn in a square; slices of more parts show only the first ones."""
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans that are not empty, neighbours as one."""
+    """Non-empty spans, with adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for a, b in spans:
         if found and found[-1][1] == a:

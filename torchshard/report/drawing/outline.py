@@ -1,9 +1,9 @@
-"""The outline of a sharded graph: nested boxes for modules, a row of texts per op, repeated layers folded.
+"""The outline of a sharded graph: nested boxes for modules, a row per op, repeated layers folded.
 
     blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
 
-Two modules fold where they follow one another, alone or with a few ops between (`x = x + block(x)`), their paths differ
-in numbers only, and their rows and the edges between these are the same.
+Consecutive modules fold, alone or with a few ops between them (`x = x + block(x)`), if their paths
+differ only in numbers, and their rows and the edges between these are equal.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class Row:
     """An op as three texts."""
 
     label: str
-    """A collective's kind; of another op the node's name without what the boxes around it say."""
+    """A collective's kind; for another op, the node's name without the names of the boxes around it."""
     detail: str
-    """An op's parameters with their types; what a collective converts, and what each rank sends for it and when."""
+    """An op's parameters with their types; for a collective, the converted type and each rank's
+    messages."""
     type: str
-    """Of what it gives, as `ir.axes.typed`."""
+    """The type of the op's result, as `ir.axes.typed`."""
     kind: str
-    """Of the layout: 'S' if it is split, else 'P', 'R', or 'I'."""
+    """The kind of layout: 'S' if it is split, else 'P', 'R', or 'I'."""
     nodes: list[fx.Node]
-    """The op itself, then the ops of alike modules that the row represents."""
+    """The op itself, then the equal ops of the modules that the row represents."""
 
 
 @dataclass(eq=False)
@@ -53,38 +54,38 @@ class Box:
     title: str
     items: list[Box | Row] = field(default_factory=list)
     count: int = 1
-    """How many alike modules it represents."""
+    """The number of equal modules that it represents."""
 
     def rows(self) -> list[Row]:
-        """All rows in it and in the boxes in it."""
+        """All rows in the box and its inner boxes."""
         return _rows(self.items)
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What outlines that are shown side by side have in common."""
+    """Settings that outlines side by side share, so that they fold at the same places."""
 
     kept: Collection[str] = ()
     """The paths of boxes that stay boxes, even of one item."""
     starts: Collection[tuple[str, str]] = ()
-    """The boxes that are folded into none before them, each as `_place`."""
+    """The boxes that start a fold of their own, each as `_place`."""
 
 
 def outline(graph: fx.Graph, frame: Frame = Frame()) -> Box:
-    """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
+    """The boxes and rows of a graph, with repeated layers folded, in an unnamed box."""
     root = _boxes(graph)
     _fold(root, frame)
     return root
 
 
 def frame_of(graphs: Sequence[fx.Graph]) -> Frame:
-    """What is a box in one of these graphs is one in all, and what is folded in all is folded in each."""
+    """The frame with which a box of one graph is a box in all, and all graphs fold at the same places."""
     frame = Frame({box.path for graph in graphs for box in _inner(_boxes(graph)) if len(box.items) > 1})
     return Frame(frame.kept, {_place(box) for graph in graphs for box in _inner(outline(graph, frame))})
 
 
 def _inner(box: Box) -> Iterator[Box]:
-    """The boxes in a box."""
+    """All boxes within a box."""
     for item in box.items:
         if isinstance(item, Box):
             yield item
@@ -92,13 +93,13 @@ def _inner(box: Box) -> Iterator[Box]:
 
 
 def _place(box: Box) -> tuple[str, str]:
-    """The path around a box, equal for all layers of a kind, and its name there."""
+    """The path around a box, equal for all layers of a kind, and the box's name there."""
     around, _, name = box.path.rpartition(".")
     return star_node(around), name
 
 
 def _boxes(graph: fx.Graph) -> Box:
-    """A box for each call of a module, as it is."""
+    """A box for each call of a module, before folding."""
     root = Box("", "")
     for node in filter(_is_shown, graph.nodes):
         box, module = root, node.meta.get("module")
@@ -113,13 +114,13 @@ def _boxes(graph: fx.Graph) -> Box:
 
 
 def sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose values a node takes, past the getitems between, and in a step past the views."""
+    """The nodes with the values that a node takes, looking through getitems and, in a step, views."""
     for source in node.all_input_nodes:
         yield from sources(source) if source.target is operator.getitem or _is_view_in_step(source) else (source,)
 
 
 def _is_view_in_step(node: fx.Node) -> bool:
-    """Whether a node only looks at a value in another way, as half the ops of a step do."""
+    """Whether a node of a step only views a value; half of a step's ops do."""
     return "is_backward" in node.meta and is_view(node)
 
 
@@ -134,7 +135,10 @@ def _is_shown(node: fx.Node) -> bool:
 
 
 def _fold(box: Box, frame: Frame) -> None:
-    """Keeps one of several alike boxes in a row; replaces a box with one item by that item, under both titles."""
+    """Folds equal consecutive boxes into one, and replaces a box with one item by the item.
+
+    Such an item gets both titles.
+    """
     items: list[Box | Row] = []
     for item in box.items:
         if isinstance(item, Box):
@@ -150,7 +154,7 @@ def _fold(box: Box, frame: Frame) -> None:
 
 
 def _repeated(items: Sequence[Box | Row], frame: Frame) -> tuple[int, int]:
-    """How many of the first items are one layer, with a box among them, and how many like it follow, itself counted."""
+    """(number of first items that form a layer with a box, number of its consecutive repetitions)."""
     for period in range(1, min(LONGEST_LAYER, len(items) // 2) + 1):
         first = items[:period]
         if not any(isinstance(item, Box) for item in first):
@@ -168,11 +172,11 @@ def _starts(layer: Sequence[Box | Row], frame: Frame) -> bool:
 
 
 LONGEST_LAYER = 6
-"""So many boxes and rows beside each other may be one layer."""
+"""The largest number of consecutive boxes and rows that may be one layer."""
 
 
 def _stack(groups: Sequence[Sequence[Box | Row]]) -> Box:
-    """One box for several layers that are alike."""
+    """One box for several equal layers."""
     boxes = [next(item for item in group if isinstance(item, Box)) for group in groups]
     first = boxes[0]
     shown = first if len(groups[0]) == 1 else Box(first.path, first.title, list(groups[0]))
@@ -200,7 +204,7 @@ def _unboxed(box: Box) -> Box | Row:
 
 
 def _looks(items: Sequence[Box | Row]) -> object:
-    """Equal for layers that may be shown as one."""
+    """A key that is equal for layers that may be shown as one."""
     rows = _rows(items)
     at = {node: i for i, row in enumerate(rows) for node in row.nodes}
     inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
@@ -255,12 +259,12 @@ def _inside(node: fx.Node) -> list[str]:
 def _moved(node: fx.Node, names: Names) -> str:
     name, value, axis = op_name(node), node.meta["val"], axis_of(node)
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
-    if "is_backward" in node.meta:  # in a step each collective that sends is two nodes of its own
+    if "is_backward" in node.meta:  # in a step each collective that sends has separate nodes for begin and wait
         return ""
     if is_own_collective(node):
         source, target = layout_of(node.all_input_nodes[0]), layout_of(node)
         shape = [hint(size) for size in value.shape]
-    else:  # of what the axis of the graph leaves to a rank
+    else:  # for this rank's shard along the axis of the graph
         ranks, (operand,) = axes_of(node.graph)[-1].size, node.all_input_nodes
         part = local_shape(operand.meta["val"].shape, layout_of(operand), 0, ranks)
         source, target = with_parts(source, target, part, axis.size)
@@ -273,12 +277,12 @@ def _moved(node: fx.Node, names: Names) -> str:
 
 
 def _over(axis: MeshAxis, node: fx.Node) -> str:
-    """The axis, where there are several."""
+    """The axis as a prefix, if there are several."""
     return f"{axis}: " if len(axes_of(node.graph)) > 1 else ""
 
 
 def _begun(node: fx.Node, begin: Begin) -> str:
-    """What a collective of a rank's step converts and sends."""
+    """Describes the conversion and the messages of a collective in a rank's step."""
     before, nbytes = _conversion(node, begin)
     sign, kernel = "▲" if node.meta["is_backward"] else "▼", OPS[begin.op].kernel.replace("_", "-")
     return f"{_over(axis_of(node), node)}from {before}, {sign} {kernel} {size_text(nbytes)}"
@@ -290,7 +294,7 @@ def begun_bytes(node: fx.Node, begin: Begin) -> float:
 
 
 def _conversion(node: fx.Node, begin: Begin) -> tuple[str, float]:
-    """The type of what a collective of a rank's step converts, and the bytes that a rank sends."""
+    """The operand's type of a collective in a rank's step, and the bytes that a rank sends."""
     row, (waiting,), axis = OPS[begin.op], node.users, axis_of(node)
     source, target = source_and_target(row.name, node.args[1:])
     value = waiting.meta["val"]

@@ -1,9 +1,9 @@
-"""A module as a few stations, as a paper draws it: its products, its collectives, and what stands between them.
+"""A module as a few stations, as a paper draws it: its products, collectives, and ops between them.
 
     x -> norm -> f -> q, k, v -> rotary -> attention -> o -> g -> add
 
-A product and a collective are a station each; other ops that follow one another in one module are one together, and
-what only looks at a value in another way is none.
+A product and a collective are a station each; consecutive other ops in one module form one station,
+and views are left out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torchshard.plans.plan import Plan
 from torchshard.report.times import shares
 
 LETTERS = {"copy": "f", "reduce": "g"}
-"""The names that Shoeybi et al., "Megatron-LM" (2019), have for the two collectives of tensor parallelism."""
+"""The names in Shoeybi et al., "Megatron-LM" (2019), of the two collectives of tensor parallelism."""
 NAMES = {"mul": "×", "add": "+", "sub": "−", "div": "÷", "scaled_dot_product_attention": "attention"}
 LEAST_STATIONS, MOST_STATIONS = 4, 60
-"""A layer with fewer is shown with what is around it; of a module with more there is no figure."""
+"""A layer with fewer stations is drawn with its surroundings; modules with more are not drawn."""
 MOST_OPS = 2
-"""So many ops of a station are named."""
+"""The number of ops in a station's label."""
 
 
 @dataclass(eq=False)
@@ -42,30 +42,30 @@ class Station:
 
     label: str
     node: fx.Node
-    """The one whose value goes on."""
+    """The node with the value that later stations use."""
     nodes: list[fx.Node]
     weights: list[fx.Node] = field(default_factory=list)
     sources: list[Station] = field(default_factory=list)
     is_outer: bool = False
-    """Whether it stands for what comes from outside of the module."""
+    """Whether it represents a value from outside of the module."""
     level: int = 0
-    """Which column it is in; a collective has one for itself."""
+    """The column; collectives have columns of their own."""
     row: int = 0
-    """Which row of a rank's lane it is in."""
+    """The row within a rank's lane."""
 
     @property
     def is_join(self) -> bool:
-        """Whether it is a collective that sends something, forward or backward."""
+        """Whether it is a collective that sends data, forward or backward."""
         return not self.is_outer and is_join(self.node)
 
 
 def is_join(node: fx.Node) -> bool:
-    """Whether a node is a collective that sends something, forward or backward."""
+    """Whether a node is a collective that sends data, forward or backward."""
     return is_collective(node.target) and bool(sent(node))
 
 
 def sent(collective: fx.Node) -> list[tuple[str, str]]:
-    """What a collective sends: '▼' and the kernel of its forward, '▲' and that of its backward."""
+    """A collective's messages: '▼' with the kernel of its forward, '▲' with the backward's."""
     needs_grad = any(bool(n.meta.get("needs_grad")) for n in (collective, *collective.all_input_nodes))
     both = zip("▼▲", kernels(op_name(collective), needs_grad=needs_grad), strict=True)
     return [(sign, kernel) for sign, kernel in both if kernel not in ("none", "slice", "pad")]
@@ -77,7 +77,7 @@ def is_parameter(node: fx.Node) -> bool:
 
 
 def main_values(graph: fx.Graph) -> set[fx.Node]:
-    """The values that depend on a parameter, or on a float that the model is called with: not masks and positions."""
+    """The values that depend on a parameter or a float input, unlike masks and positions."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_first = node.op == "placeholder" and (
@@ -90,11 +90,11 @@ def main_values(graph: fx.Graph) -> set[fx.Node]:
 
 
 def stations(graph: fx.Graph, module: str) -> list[Station]:
-    """Those of a module, and first those that give it something, each with its column and row."""
+    """The stations of a module, preceded by the outer ones that feed it, each with its column and row."""
     main = main_values(graph)
     inside = [n for n in graph.nodes if n in main and is_within(n, module)]
     of: dict[fx.Node, list[Station]] = {}
-    """A value -> where it comes from."""
+    """A value -> the stations that it comes from."""
     made: list[Station] = []
 
     def came_from(node: fx.Node) -> list[Station]:
@@ -139,7 +139,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _run_key(nodes: list[fx.Node]) -> Callable[[fx.Node], object]:
-    """A key by which neighbours belong together; what a module does beside its one product belongs to that."""
+    """A key that groups neighbouring ops; a module's other ops join its product if it has only one."""
     products = Counter(map(_module, filter(_multiplies_weight, nodes)))
     keys: dict[fx.Node, object] = {}
     for number, node in enumerate(nodes):
@@ -176,7 +176,7 @@ def _outer_label(node: fx.Node) -> str:
 
 
 def _placed(made: list[Station]) -> list[Station]:
-    """Gives each its column and row: collectives have columns of their own, what is parallel stands below."""
+    """Gives each station its column and row: joins have their own columns, parallel stations share one."""
     joins: set[int] = set()
     used: dict[int, set[int]] = {}
     for one in made:
@@ -194,10 +194,11 @@ def _placed(made: list[Station]) -> list[Station]:
 
 
 def busiest_layer(plan: Plan) -> str:
-    """The path of the layer that stands for those that take the most of a step.
+    """The path of a layer that represents the layers that take the largest share of a step.
 
-    Of several of one name it is the second, for the first may be unlike the others. Where it is too large for a figure,
-    or the model has no layers, it is the part that takes the most, and '' for the whole model.
+    Of several equal layers it is the second, because the first may be different. A layer with too
+    few stations is replaced by the module around it. If it has too many, or the model lacks layers,
+    the most expensive part is returned; '' is the whole model.
     """
     if plan.graph is None:
         return ""
@@ -213,7 +214,7 @@ def busiest_layer(plan: Plan) -> str:
 
 
 def _parts(plan: Plan, module: str) -> dict[str, float]:
-    """The modules directly within one -> the seconds that each takes of a step."""
+    """Submodule directly within a module -> the seconds that it takes in a step."""
     found, depth = dict[str, float](), len(module.split(".")) if module else 0
     for path, seconds in (*plan.costs.compute.items(), *((c.place, c.seconds) for c in plan.costs.collectives)):
         if path != module and is_part(path, module):

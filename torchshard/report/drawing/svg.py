@@ -1,6 +1,7 @@
-"""The picture as SVG, top to bottom: boxes, rows and hexagons, a curve from each value to its consumers.
+"""The picture as SVG, top to bottom: boxes, rows and hexagons, a curve from each value to its users.
 
-Shapes are global; a row's tooltip names its source line. A collective that moves nothing forward is dashed.
+Shapes are global; a row's tooltip names its source line. A collective that sends no data forward is
+dashed.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ from torchshard.plans.table import calls_text, mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
-"""Pixels: a character, a row, between rows, between a box and what is in it, around all, the height of the heading."""
+"""Pixels: a character, a row, between rows, between a box and its items, around all, the heading's
+height."""
 LONGEST, FARTHEST = (44, 68, 52), 170
-"""Characters after which label, detail and type are cut; pixels that a curve bends to the right at most."""
+"""Characters after which label, detail and type are cut; maximum pixels by which a curve bends to the
+right."""
 LEGEND = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
     "64@tp split over axis tp, P@tp partial sums, R@tp whole with its gradient in partial sums, else whole",
 )
 OF_STEP = (LEGEND[0], "types are those of what this rank holds: its parts, or the whole")
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-"""Characters that XML can't hold."""
+"""Characters that XML forbids."""
 STYLE = """
 text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .head{font-size:15px;font-weight:bold}.title{font-weight:bold}.page{fill:#fff}.detail{fill:#57606a}
@@ -49,7 +52,7 @@ text.S{fill:#79c0ff}text.P{fill:#ffa657}}
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a box or row lies."""
+    """The area of a box or row."""
 
     left: float
     right: float
@@ -86,7 +89,7 @@ def _depth(box: Box) -> int:
 
 
 def _columns(root: Box) -> tuple[list[float], float]:
-    """Where detail and type begin, and where the rows end."""
+    """The x at which detail and type begin, and at which the rows end."""
     deep, texts = PAD * _depth(root), zip(*((r.label, r.detail, r.type) for r in root.rows()), strict=True)
     widths = [CHAR * (2 + min(longest, max(map(len, cells)))) for cells, longest in zip(texts, LONGEST, strict=True)]
     *starts, end = accumulate(widths, initial=MARGIN + deep + 20)
@@ -94,7 +97,7 @@ def _columns(root: Box) -> tuple[list[float], float]:
 
 
 def _place(box: Box, left: float, right: float, y: float, places: Extents) -> float:
-    """Places what a box holds from y on; gives the y after it."""
+    """Places the items of a box from y on; returns the y after them."""
     for item in box.items:
         places[item] = Extent(left, right, y, y + LINE)
         if isinstance(item, Box):
@@ -133,7 +136,7 @@ def _row(row: Row, at: Extent, columns: Sequence[float]) -> str:
 
 
 def _curves(graph: fx.Graph, rows: Sequence[tuple[Row, Extent]], edge: float) -> tuple[list[str], float]:
-    """A curve on the right from each row to each that takes its result, and how far the curves reach."""
+    """A curve on the right from each row to each consumer of its result, and how far the curves reach."""
     at = {node: i for i, (row, _) in enumerate(rows) for node in row.nodes}
     pairs = dict.fromkeys((at[s], at[n]) for n in graph.nodes if n in at for s in sources(n) if s in at)
     curves, reach = [], 0.0

@@ -1,6 +1,6 @@
-"""The modules of a page as a tree that opens and closes, those of several plans beside each other, and what rows tell.
+"""The modules of a page as a tree that opens and closes, with several plans side by side.
 
-A row's texts stand in the page; what else is known of it lies in one JSON block, texts by their number.
+A row's texts are part of the page; its other facts are in one JSON block, as numbers of texts.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torchshard.report.why import MOST_USERS, REASONS
 
 Item = Box | Row
 TOLD = ("op", "node", "module", "source", "row", "choice", "key", "why", "for", "costs", "runs")
-"""What is told of a row beside its texts, in the order of the JSON."""
+"""The facts about a row apart from its texts, in the order of the JSON."""
 
 
 class Texts(dict[str, int]):
-    """Text -> its number, in the order in which they came."""
+    """Text -> its number, in order of first use."""
 
     def number(self, text: str) -> int:
-        """That of a text; 0 is no text."""
+        """The number of a text, which is new if needed; 0 is the empty text."""
         return self.setdefault(text, len(self))
 
 
 class Side:
-    """One plan's graph as a tree, and what its rows tell."""
+    """One plan's graph as a tree, with the facts about its rows."""
 
     def __init__(self, plan: Plan, graph: fx.Graph, prefix: str, texts: Texts, frame: Frame) -> None:
         self.plan, self.prefix, self.texts, self.layer = plan, prefix, texts, busiest_layer(plan)
@@ -56,31 +56,34 @@ class Side:
                     self.inside.setdefault(c.value, []).append(c)
 
     def record(self, node: fx.Node) -> Collective | None:
-        """What the plan says of a collective node."""
+        """The plan's record of a collective node."""
         if not is_collective(node.target) or op_name(node) not in TABLE:
             return None
         axis = axis_of(node).name
         targets = layouts_of(node).get(axis)
         if targets is None:
             return None
-        value: Any = node.args[0]  # of an earlier axis, or of this one, where several convert one value
+        value: Any = node.args[0]  # skips earlier conversions: several may convert one value in sequence
         while (axis, value.name, op_name(node), str(targets[0])) not in self.costs and is_collective(value.target):
             value = value.args[0]
         return self.costs.get((axis, value.name, op_name(node), str(targets[0])))
 
     def row_of(self, c: Collective) -> str:
-        """The id of the row that shows a collective; '' if none does."""
+        """The id of the row that shows a collective, or ''."""
         same = (lambda n: n.name == c.value) if c.is_inside else (lambda n: self.record(n) is c)
         return next((i for n, i in self.ids.items() if same(n)), "")
 
     def is_bookkeeping(self, row: Row) -> bool:
-        """Whether a row is about shapes, masks and positions alone, or looks at a value in another way."""
+        """Whether a row only concerns shapes, masks and positions, or is a view."""
         node = row.nodes[0]
         is_end = node.op != "call_function" or is_or_begins_collective(node.target)
         return not is_end and (node not in self.main or is_view(node))
 
     def facts(self) -> list[list[Any]]:
-        """What each row tells: the rows that it takes something from, then numbers of texts, without zeros behind."""
+        """The facts about each row: the rows of its operands, then the numbers of its texts.
+
+        Trailing zeros are cut.
+        """
         return [self._facts(row) for row in self.rows]
 
     def _facts(self, row: Row) -> list[Any]:
@@ -112,7 +115,7 @@ class Side:
 
 
 def _when(node: fx.Node) -> str:
-    """In which pass of a step an op runs."""
+    """The pass of a step in which an op runs."""
     if "is_backward" not in node.meta:
         return ""
     return "backward" + (", again" if node.meta.get("is_again") else "") if node.meta["is_backward"] else "forward"
@@ -122,7 +125,7 @@ def _when(node: fx.Node) -> str:
 
 
 def tree(sides: Sequence[Side]) -> str:
-    """The modules of all sides: what is of one name is one line, and marked where it differs."""
+    """The modules of all sides; equal names share a line, which is marked if the sides differ."""
     return "".join(_Tree(sides).items([side.root.items for side in sides]))
 
 
@@ -153,10 +156,10 @@ class _Tree:
         )
 
     def _badge(self, side: Side, rows: Sequence[Row]) -> str:
-        """What is sent in a module."""
+        """The data sent in a module."""
         nodes = [node for row in rows for node in row.nodes]
         begun = [begun_bytes(node, node.target) for node in nodes if isinstance(node.target, Begin)]
-        if begun:  # a rank's step, of which a plan prices nothing
+        if begun:  # a rank's step, which a plan does not price
             return f'<span class="badge">⬡ {len(begun)} · {size_text(sum(begun))}</span>'
         records = [r for n in nodes for r in (side.record(n), *side.inside.get(n.name, ())) if r is not None]
         sent = [r for r in records if r.nbytes]
@@ -189,7 +192,7 @@ class _Tree:
 
 
 def _aligned(sequences: Sequence[Sequence[Item]]) -> list[tuple[Item | None, ...]]:
-    """Items of one name beside each other, in an order that is that of all."""
+    """Puts items with equal names side by side, in an order that respects all sequences."""
     together: list[tuple[Item | None, ...]] = [(item,) for item in sequences[0]]
     for width, sequence in enumerate(sequences[1:], start=1):
         ours = [_name(next(item for item in line if item is not None)) for line in together]
