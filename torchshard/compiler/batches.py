@@ -1,4 +1,4 @@
-"""Calls whose batch the ranks divide: the graph is that of the whole batch, each rank runs it on its own part."""
+"""Calls with a batch split across ranks: captured for the full batch, run by each rank on its part."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchshard.planner.styles import BATCH
 
 
 def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tuple[Leaves, dict[str, Layout]]:
-    """A call's tensors with those of the whole batch, without memory, in place of a rank's part; and their layouts.
+    """A call's tensors with the batch extended to all ranks', on the meta device; and their layouts.
 
     Args:
-        whole: the names of tensors that an earlier call has left whole, whatever their sizes are.
+        whole: the names of tensors that an earlier call has left unsplit, whatever their sizes are.
 
     Raises:
-        InputError: no tensor has a dim, or the part is a single element.
+        InputError: every tensor is a scalar, or the part is a single element.
     """
     batch, layouts = _batch(inputs, whole)
     _check_part(batch, ranks)
@@ -30,7 +30,7 @@ def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tupl
 
 
 def part_of_batch(inputs: Leaves, ranks: int) -> Leaves:
-    """A call's tensors with those of a rank's part of the batch, without memory, in place of the whole.
+    """The call's tensors, with batched tensors cut to a rank's part on the meta device.
 
     Raises:
         InputError: see `divided_batch`.
@@ -42,16 +42,21 @@ def part_of_batch(inputs: Leaves, ranks: int) -> Leaves:
 def divided_batch(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, ranks: int
 ) -> dict[str, Layout]:
-    """The layouts of the tensors of a call with the whole batch.
+    """The layouts of the tensors of a call with the full batch.
 
     Raises:
-        InputError: no tensor has a dim, the ranks do not divide the batch, or a part is a single element.
+        InputError: every tensor is a scalar, the batch is not divisible by the number of ranks, or
+            a part is a single element.
     """
     return layouts_of_parts(flatten_call(model, args, kwargs or {}), ranks)
 
 
 def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
-    """As `divided_batch`, of a call's tensors."""
+    """The layouts of the batched ones among a call's tensors.
+
+    Raises:
+        InputError: see `divided_batch`.
+    """
     batch, layouts = _batch(inputs)
     if batch % ranks:
         raise InputError(
@@ -65,12 +70,13 @@ def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
 
 
 def _batch(inputs: Leaves, whole: Collection[str] = ()) -> tuple[int, dict[str, Layout]]:
-    """The size of the batch, and the layouts of the tensors that have it.
+    """The size of the batch, and the layouts of the batched tensors.
 
-    It is the first dim of the first tensor, and of all others whose first dim has that size.
+    The first dim of the first tensor is the batch; all other tensors with a first dim of that size
+    are batched too.
 
     Raises:
-        InputError: no tensor has a dim.
+        InputError: every tensor is a scalar.
     """
     divided = [(name, tensor) for name, tensor in inputs.named_tensors if tensor.ndim and name not in whole]
     first = next((tensor for _, tensor in divided), None)
@@ -96,12 +102,12 @@ def _check_part(size: int, ranks: int) -> None:
 
 
 def _with_batch(inputs: Leaves, layouts: Mapping[str, Layout], batch: int) -> Leaves:
-    """The same with a batch of another size, without memory."""
+    """The call's tensors, with batched tensors resized to `batch` on the meta device."""
 
     def resized(tensor: Tensor) -> Tensor:
         shape = [batch if dim == BATCH else size for dim, size in enumerate(tensor.shape)]
         order = list(range(tensor.ndim))
-        if not tensor.is_contiguous():  # forward may ask how its inputs lie in memory
+        if not tensor.is_contiguous():  # forward may read the strides of its inputs
             order.sort(key=tensor.stride, reverse=True)
         made = torch.empty_permuted(shape, order, dtype=tensor.dtype, device="meta")
         return look_like(tensor, made).requires_grad_(tensor.requires_grad)

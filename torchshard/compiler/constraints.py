@@ -19,29 +19,31 @@ from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
-"""A dict of module globs and styles, "auto" (an empty one), a Plan, or a Plan's JSON: a path or the text itself."""
+"""A dict of module globs and styles, "auto" (an empty dict), a Plan, or a Plan's JSON: a path or the
+text itself."""
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan must satisfy, and what the best one is."""
+    """The requirements for a plan, and the objective for which the best one is sought."""
 
     mesh: Mesh
     objective: Objective
     pins: Mapping[str, tuple[str, Style]] = field(default_factory=dict)
     """Module path -> (key of the user's dict, style)."""
     plan: AxisPlan | None = None
-    """The plan of the mesh's last axis that was made before, in place of pins."""
+    """An existing plan of the mesh's last axis, instead of pins."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    """Parameters and buffers whose layouts are fixed already, by name."""
+    """Parameters and buffers with fixed layouts, by name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The call's tensors that are split, by name."""
     left: Mapping[str, Layout] = field(default_factory=dict)
-    """The layouts of what it leaves in its arguments, by place, where they are not those in which that has come in."""
+    """Layouts of the values that a call writes into its arguments, by place; only those that differ
+    from the input's."""
     steady: bool = False
-    """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
+    """Whether the call is one of many: the tensors that it leaves came in with the same layouts."""
     recompute: tuple[str, ...] = ()
-    """The modules whose values backward computes again; none of them within another."""
+    """Modules that backward recomputes, without any that is inside another."""
 
     @property
     def axis(self) -> MeshAxis:
@@ -50,41 +52,42 @@ class Constraints:
 
     @property
     def is_static(self) -> bool:
-        """Whether the plan is for one batch and sequence size alone, and the graph is to be captured so."""
+        """Whether the plan is for a single batch and sequence size, and the capture has fixed sizes."""
         return self.objective.axes == "all" if self.plan is None else self.plan.static
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether the sequence is to be split, where its length allows."""
+        """Whether to split the sequence, where its length allows."""
         if self.plan is not None:
             return self.plan.splits_dynamic
         return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
 
     @property
     def data(self) -> Data | None:
-        """How the ranks of the axis hold weights if they divide the batch; None: they divide the weights."""
+        """How ranks of the axis store weights if it splits the batch; None for an axis of the weights."""
         return self.axis.data
 
     @property
     def batch_parts(self) -> int:
-        """The number of ranks that divide the batch; 0 if each has all of it."""
+        """The number of ranks that the batch is split across; 0 if each rank gets the full batch."""
         return self.mesh.parts if any(axis.data for axis in self.mesh.axes) else 0
 
     @property
     def slices(self) -> int:
-        """The number of ranks that divide each weight, as the axis leaves it, among them once more."""
+        """The number of slices that the other axes cut a weight's local shard into."""
         return math.prod(axis.size for axis in self.mesh.across if axis.data != "replicate")
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether a weight that is gathered of these slices is kept until backward has used it."""
+        """Whether a weight gathered from these slices is kept until backward has used it."""
         return any(axis.data == "shard_grad_op" for axis in self.mesh.across)
 
     @property
     def divided(self) -> dict[int, int]:
-        """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
+        """Dims of the call's tensors that may be split in equal slices -> the number of ranks.
 
-        Without being asked the sequence is split to stay within a limit of memory.
+        To stay within a memory limit, the sequence may be split even if the user did not request
+        it.
         """
         batch = {BATCH: self.batch_parts} if self.batch_parts else {}
         if self.data:
@@ -95,10 +98,10 @@ class Constraints:
 
     @property
     def of_batch(self) -> list[Constraints]:
-        """Those for each axis over which the ranks divide the batch: the only one, or those beside the last."""
+        """The constraints for each axis that splits the batch: the only axis, or all but the last."""
         if not self.mesh.across:
             return [self]
-        found, neighbours = list[Constraints](), self.axis.size  # so many ranks apart
+        found, neighbours = list[Constraints](), self.axis.size  # the distance between neighbours on an axis
         for axis in reversed(self.mesh.across):
             machine = self.objective.machine.across(neighbours)
             aim = replace(self.objective, machine=machine, memory=None, axes="weights", recompute=())
@@ -107,40 +110,40 @@ class Constraints:
         return found[::-1]
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
-        """The same for a model whose parameters have their layouts."""
+        """A copy for a model with parameters in given layouts."""
         return replace(self, layouts=layouts)
 
     def with_gradients(self, trains: bool) -> Constraints:
-        """The same for calls with gradients, or without."""
+        """A copy for calls with gradients, or without."""
         return replace(self, objective=replace(self.objective, trains=trains))
 
     def with_inputs(self, inputs: Mapping[str, Layout], left: Mapping[str, Layout] | None = None) -> Constraints:
-        """The same for a call with tensors that earlier ones have left split, and that leaves some itself."""
+        """A copy for a call that takes split tensors of earlier calls, and may leave some itself."""
         return replace(self, inputs=inputs, left=left or {})
 
     @property
     def fixed(self) -> dict[str, Layout]:
-        """The layouts that are given, of parameters, buffers and inputs, by name."""
+        """The given layouts of parameters, buffers and inputs, by name."""
         planned = self.plan.inputs if self.steady and self.plan is not None else {}
         return {**planned, **self.layouts, **self.inputs}
 
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
-        """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""
+        """The parameters' layouts before capture, from the Plan or as plain slices by the dict."""
         if self.data:
             return _data_layouts(facts, self.data, self.axis.size)
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
 def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Objective | None = None) -> Constraints:
-    """A plan in any of its forms, checked against the model.
+    """Reads a plan in any of its forms, and checks it against the model.
 
     Args:
         aim: by default the fastest step on a machine of the model's kind of device.
 
     Raises:
-        InputError: what may be split does not fit a mesh that divides the batch.
-        PlanError: it can't be read, was made for another number of ranks or another model, it or `recompute` names no
-            module, or no plan can fit the memory.
+        InputError: `axes` allows splits that are impossible on a mesh that splits the batch.
+        PlanError: the plan can't be read, was made for a different number of ranks or a different
+            model, it or `recompute` matches no module, or the memory is too small for any plan.
     """
     aim = aim or objective(None, device=facts.device)
     wanted, axis = read_plan(plan), mesh.last
@@ -158,7 +161,7 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Objecti
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
         given = wanted.last
-        if mesh.axes == (axis,):  # the plan says what it divides
+        if mesh.axes == (axis,):  # a plan for a single axis decides whether the batch or the weights are split
             mesh = Mesh((replace(axis, holds=given.axis.holds),))
         return Constraints(mesh, aim, plan=given, recompute=_recomputed(facts, [*given.recompute, *aim.recompute]))
     found = Constraints(mesh, aim, read_pins(wanted, facts.modules), recompute=_recomputed(facts, aim.recompute))
@@ -171,7 +174,7 @@ def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
 
 
 def loaded(plan: str | os.PathLike[str]) -> Plan:
-    """A Plan from its JSON, or from the path of a file with that.
+    """A Plan from its JSON, or from the path of a JSON file.
 
     Raises:
         PlanError: it can't be read.
@@ -201,10 +204,11 @@ def read_plan(plan: PlanLike) -> Mapping[str, object] | Plan:
 
 
 def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout]:
-    """How ranks that divide the batch hold parameters and buffers between calls.
+    """The layouts of parameters and buffers between calls, on ranks that split the batch.
 
-    Slices of weights are those of the first dim, as FSDP2's. Vectors stay whole, as what takes little memory does in
-    DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed together.
+    Weights are sliced along the first dim, as in FSDP2. Vectors stay replicated, as small tensors
+    do in DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed
+    together.
     """
     return {
         name: Shard(0) if data != "replicate" and t.is_parameter and len(t.shape) > 1 and t.shape[0] >= ranks else I
@@ -213,10 +217,10 @@ def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout
 
 
 def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> None:
-    """Refuses a plan that divides something else than the ranks of its axis, the batch or the weights.
+    """Refuses a plan made with a different `data`, and a dict of styles if the axis splits the batch.
 
     Raises:
-        PlanError: it does.
+        PlanError: the plan does not fit `data`.
     """
     if isinstance(plan, Plan) and plan.last.data != data:
         raise PlanError(
@@ -253,10 +257,11 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
 
 
 def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
-    """Refuses at once what no plan can fit, before a model is captured.
+    """Refuses constraints that cannot be met, before the model is captured.
 
     Raises:
-        PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
+        PlanError: even an equal share of the parameters, gradients and optimizer states exceeds the
+            memory limit.
     """
     axis, aim = constraints.axis, constraints.objective
     memory, parts = aim.memory, constraints.slices * (1 if constraints.data == "replicate" else axis.size)
@@ -275,12 +280,12 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
 
 
 def more_slices(constraints: Constraints) -> str:
-    """What makes the slices of weights smaller that a rank holds."""
+    """Names the change that makes a rank's slices of weights smaller."""
     return 'data="shard"' if any(axis.data == "replicate" for axis in constraints.mesh.axes) else "more ranks"
 
 
 def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float, attempt: str) -> PlanError:
-    """The error for a plan that takes more memory than it may."""
+    """The error for a plan that exceeds the memory limit."""
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
     peak = memory["peak"]
     return PlanError(
@@ -292,7 +297,7 @@ def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float
 
 
 def stored(facts: ModelFacts) -> dict[str, Stored]:
-    """The shape of each parameter and buffer, as a Plan holds it."""
+    """The stored shape of each parameter and buffer, for a Plan."""
     return {name: Stored(t.shape, t.itemsize, t.module, t.names[1:]) for name, t in facts.tensors.items()}
 
 
@@ -314,10 +319,10 @@ def _shape(tensors: Mapping[str, Stored], name: str) -> object:
 
 
 def check_layouts(facts: ModelFacts, layouts: Mapping[str, Layout]) -> None:
-    """Layouts fit the parameters and buffers that they are for.
+    """Checks that layouts fit their parameters and buffers.
 
     Raises:
-        PlanError: a name is unknown, or a layout splits a dim that is not there or has another size.
+        PlanError: a name is unknown, or a layout splits a dim that is missing or of another size.
     """
     shapes = {name: tensor.shape for name, tensor in facts.tensors.items()}
     split = {name: layout for name, layout in layouts.items() if layout != I}

@@ -1,5 +1,7 @@
-"""Example inputs of a decode step, for models of transformers: a token for each sequence, and a cache of what came
-before. The cache is the model's own kind, as a call with a prompt fills it: that call is captured, and does not run.
+"""Example inputs of a decode step for transformers' models: one token per sequence and a filled cache.
+
+The cache is the model's own kind, as a call with a prompt fills it: that call is captured, and does
+not run.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def decode_example(model: nn.Module, batch: int, length: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Keyword arguments of a decode step, on the meta device; and the names of the tensors that the step replaces.
+    """Keyword arguments of a decode step, on the meta device, and the names of the tensors it replaces.
 
     Args:
-        batch: how many sequences there are.
-        length: how many tokens of each are in the cache.
+        batch: the number of sequences.
+        length: the number of tokens per sequence in the cache.
 
     Raises:
-        InputError: the model is none of transformers, or takes no cache; a size is no positive number.
+        InputError: the model is not from transformers or takes no cache, or a size is not a
+            positive int.
     """
     for option, size in (("batch", batch), ("length", length)):
         if not is_count(size):

@@ -1,4 +1,4 @@
-"""The fastest plan within a limit of memory: more is split, or layers are computed again in backward."""
+"""The fastest plan within a memory limit: more is split, or backward recomputes layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchshard.planner.search import SearchResult, last_allowed, search
 from torchshard.plans.data import AxisPlan
 
 MOST_TOKENS = 1 << 30
-"""No context is longer."""
+"""Longer contexts than this are not searched."""
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Limit:
     costs: CostModel
     nbytes: float
     slices: int = 1
-    """So many ranks of axes that come after, which divide the batch, divide each weight among them."""
+    """Number of slices that later axes, which split the batch, cut each weight's local shard into."""
     keeps_gathered: bool = False
-    """Whether what is gathered of these slices is kept until backward has used it."""
+    """Whether a weight gathered from these slices is kept until backward has used it."""
     _known: dict[object, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
-    """What plans take that were asked about."""
+    """Cached estimates, by plan."""
 
     def estimate(self, plan: AxisPlan) -> dict[str, float]:
-        """What a plan takes; see `predicted_memory`."""
+        """The memory of a plan by kind; see `predicted_memory`."""
         key = tuple(tuple(given.items()) for given in (plan.choices, plan.layouts, plan.conversions)), plan.recompute
         if key not in self._known:
             self._known[key] = self._memory(self._of_rank(plan))
         return self._known[key]
 
     def longest(self, plan: AxisPlan) -> int | None:
-        """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
+        """The largest number of tokens, in carried values and in the call itself, that still fits.
 
-        None: what calls leave does not grow. The other sizes are those of the example inputs.
+        None if carried values do not grow. The other sizes are as in the example inputs.
         """
         local = self._of_rank(plan)
         symbols = growing_sizes(local.graph)
@@ -69,18 +69,18 @@ class Limit:
         return memory_of_rank(local, self.slices, keeps_gathered=self.keeps_gathered)
 
     def _of_rank(self, plan: AxisPlan) -> fx.GraphModule:
-        """The graph of the rank that holds the most."""
+        """The graph of the first rank, which stores the most."""
         return localized(rewrite(self.module, plan), plan.axis.simulated()[0])
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> float:
-        """How many bytes more a plan of these choices and layouts takes."""
+        """Bytes by which a plan of these choices and layouts exceeds the limit."""
         conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
         plan = AxisPlan(self.costs.axis, layouts, choices, conversions, recompute=self.costs.recompute)
         return self.estimate(plan)["peak"] - self.nbytes
 
 
 def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
-    """The fastest plan found that fits, and the problem that it solves: dynamic sizes are split only if that helps."""
+    """The fastest plan found that fits, and its problem; splits dynamic sizes only if that helps."""
     found, solved = _search(problem, limit)
     if (found.fits and not found.gap) or problem.constraints.dynamic or not multiples_of(problem.graph):
         return found, solved
@@ -91,11 +91,12 @@ def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult,
 
 
 def _search(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
-    """The fastest plan found that fits, and the problem with the layers that it computes again.
+    """The fastest plan found that fits, and its problem with the layers that it recomputes.
 
-    Three ways are compared: nothing more is computed again; the fastest plan, with as few layers computed again as make
-    it fit; the fastest that fits with all of them, with as few as that needs. The first layers are taken, because
-    backward comes to them last, when the memory of the others is free.
+    Three ways are compared: no additional recomputing; the fastest plan, with the fewest recomputed
+    layers that make it fit; and the fastest plan that fits if all layers are recomputed, again with
+    the fewest. The first layers are recomputed, because backward reaches them last, when the memory
+    of the others is free.
     """
     graph, constraints = problem.graph, problem.constraints
 
@@ -130,7 +131,7 @@ def _seconds(result: SearchResult, problem: PlanningProblem) -> float:
 
 
 def _layers(problem: PlanningProblem) -> list[str]:
-    """The layers whose values are kept so far, in the order in which forward comes to them."""
+    """The layers that are not recomputed yet, in forward order."""
     trained = (node for node in problem.graph.nodes if node.op == "call_function" and node.meta.get("needs_grad"))
     kept = (layer_of(node.meta.get("module", "")) for node in trained if not problem.model.is_recomputed(node))
     return [*dict.fromkeys(layer for layer in kept if layer is not None)]

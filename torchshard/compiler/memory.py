@@ -1,8 +1,8 @@
-"""Estimates the memory of a step on the rank that holds the most, the first.
+"""Estimates the memory of a step on the first rank, which stores the most.
 
-Parameters, their gradients and the optimizer's state, and at the peak of the step what forward saves and what is made
-on the way: read off the graphs of forward and backward (see `step_memory`). Where there is no graph of the backward,
-the rank's graph runs under autograd on fake tensors, and living storages are counted.
+It counts parameters, their gradients and optimizer states and, at the peak of the step, saved and
+temporary values, read off the graphs of forward and backward (see `step_memory`). Without a
+backward graph, the rank's graph runs under autograd on fake tensors, and live storages are counted.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torchshard.plans.data import AxisPlan
 OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
 UNITS = 2
-"""So many weights in slices are whole at a time: one is gathered while the other is used."""
+"""The number of sliced weights that are full at a time: one is gathered while another is used."""
 
 
 class _StorageTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that are alive among those that ops make; `known` ones count elsewhere."""
+    """Counts the bytes of live storages that ops create; storages in `known` count elsewhere."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             result = func(*args, **(kwargs or {}))
-        except RuntimeError:  # what a model computes on another device, the CPU may have no kernel for
+        except RuntimeError:  # the CPU may lack a kernel that the model's own device has
             result = _shaped(func, args, kwargs or {})
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -62,7 +62,7 @@ class _StorageTracker(TorchDispatchMode):
 
 
 def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op gives, of the same shapes, as its rule for tensors without memory says."""
+    """The result of an op in shape only, computed on the meta device."""
 
     def moved(tree: Any, device: str) -> Any:
         return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), tree)
@@ -71,25 +71,29 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def predicted_memory(graph: fx.GraphModule, plan: AxisPlan) -> dict[str, float]:
-    """Bytes of one step on the rank that holds the most: of training, or of a call if no value needs a gradient.
+    """Bytes of one step on the rank that stores the most, by kind.
+
+    The step is a training step, or a call if no value needs a gradient.
 
     Args:
         graph: the graph with its collectives, global sizes.
 
     Returns:
-        'parameters' (and buffers), 'gradients', 'optimizer', 'caches' (what earlier calls have left in the arguments,
-        if any have), 'activations' (what a step takes beside these at its peak, with what it leaves there itself), and
-        'peak', their sum.
+        'parameters' (and buffers), 'gradients', 'optimizer', 'caches' (carried values from earlier
+        calls, if any), 'activations' (all other memory at the step's peak, including the values it
+        leaves for later calls), and 'peak', their sum.
     """
     return memory_of_rank(localized(graph, plan.axis.simulated()[0]))
 
 
 def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
-    """The same, of a rank's graph.
+    """Bytes of one step of a rank's graph, by kind, as `predicted_memory` returns them.
 
     Args:
-        slices: so many ranks of axes that come after, which divide the batch, divide each weight among them.
-        keeps_gathered: whether what is gathered of these slices is kept until backward has used it.
+        slices: number of slices that later axes, which split the batch, cut each weight's local
+            shard into.
+        keeps_gathered: whether a weight gathered from these slices is kept until backward has used
+            it.
     """
     stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
     held = {n.meta["path"]: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}  # tied ones once
@@ -106,12 +110,17 @@ def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bo
 
 
 def memory_of_weights(held: float, trained: float) -> dict[str, float]:
-    """Bytes of weights, their gradients and the optimizer's states; `trained` bytes of the weights are trained."""
+    """Bytes of weights, their gradients and optimizer states.
+
+    Args:
+        held: bytes of all weights.
+        trained: bytes of the trained ones.
+    """
     return {"parameters": float(held), "gradients": float(trained), "optimizer": float(OPTIMIZER_STATES * trained)}
 
 
 def _peak(local: fx.GraphModule, slices: int) -> float:
-    """Bytes beside parameters, buffers and inputs, with the gradients."""
+    """Peak bytes without parameters, buffers and inputs, but with gradients."""
     if not any(node.meta.get("needs_grad") for node in local.graph.nodes):
         return call_peak(local)
     if has_backward(local):
@@ -131,7 +140,7 @@ def _peak_under_autograd(local: fx.GraphModule) -> float:
 
 
 def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
-    """A graph that was captured on the meta device, on the CPU: attention without memory has no fused kernel."""
+    """Moves a graph from the meta device to the CPU: attention on meta lacks a fused kernel."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     for node in local.graph.nodes:
         node.args = tree_map_only(torch.device, lambda d: cpu if d == meta else d, node.args)
@@ -142,7 +151,7 @@ def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
 
 
 def _step(local: fx.GraphModule, tensors: list[Tensor]) -> None:
-    """Forward, and backward from the loss: the first number among the results, or the sum of all."""
+    """Runs forward, and backward from the loss: the first scalar result, or all results."""
     results = [r for r in local(*tensors) if isinstance(r, Tensor) and r.requires_grad]
     losses = [r for r in results if r.numel() == 1][:1] or results
     if losses:

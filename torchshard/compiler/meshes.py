@@ -1,4 +1,4 @@
-"""What the user says of the mesh: over which axis the ranks divide the weights, and over which ones the batch."""
+"""Reads the user's mesh: which axis splits the weights, and which axes split the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchshard.plans.machine import check_data
 
 
 class DeviceMesh(Protocol):
-    """What is read of `torch.distributed.device_mesh.DeviceMesh`."""
+    """The attributes read from `torch.distributed.device_mesh.DeviceMesh`."""
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
@@ -22,23 +22,25 @@ class DeviceMesh(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Their numbers of ranks."""
+        """The number of ranks of each axis."""
 
 
 MeshLike: TypeAlias = Mapping[str, int] | DeviceMesh
-"""The names of the axes with their numbers of ranks, outermost first, or PyTorch's mesh."""
+"""Axis names with their numbers of ranks, outermost first, or PyTorch's mesh."""
 DataLike: TypeAlias = Data | Mapping[str, Data]
-"""How ranks hold weights over the axes over which they divide the batch; by name, if these are not all but the last."""
+"""How ranks store weights over the axes that split the batch; by name, unless these are all axes but
+the last."""
 
 _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
-"""Names by which others' meshes call axes that divide the batch."""
+"""Names that other libraries use for axes that split the batch."""
 
 
 def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> Mesh:
     """The mesh of `world_size` ranks that share the work.
 
     Raises:
-        InputError: the mesh is none of so many ranks, has several axes for the weights, or `data` names none of them.
+        InputError: the mesh has a different number of ranks or several axes for the weights, or
+            `data` names an unknown axis.
     """
     if mesh is None:
         if isinstance(data, Mapping):
@@ -53,7 +55,7 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
         what = f"a mesh of {text} has {total} ranks, and there are {world_size}"
         raise _error(what, "mesh=", f"{total} ranks, or another mesh")
     by_name = _data_by_name(list(sizes), data)
-    for name in list(by_name):  # of several axes, one of a single rank divides no batch
+    for name in list(by_name):  # with several axes, an axis of one rank can't split the batch
         if sizes[name] == 1 and len(sizes) > 1:
             del sizes[name], by_name[name]
     split = [name for name in sizes if name not in by_name]
@@ -80,10 +82,10 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
 
 
 def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
-    """The number of ranks that is given, or that of a mesh.
+    """The given number of ranks, or a mesh's.
 
     Raises:
-        InputError: it is none.
+        InputError: the number is not an int of 1 or more.
     """
     if world_size is None and mesh is not None:
         return math.prod(mesh_sizes(mesh).values())
@@ -94,10 +96,10 @@ def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
 
 
 def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
-    """The names of a mesh's axes, outermost first -> their numbers of ranks.
+    """Axis names of a mesh, outermost first -> number of ranks.
 
     Raises:
-        InputError: it is no mesh, or its axes have no names.
+        InputError: it is not a mesh, or its axes are unnamed.
     """
     if isinstance(mesh, Mapping):
         sizes: dict[str, int] = dict(mesh)
@@ -118,7 +120,7 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
 
 
 def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
-    """The axes over which the ranks divide the batch: those that are named, or all but the last one of several."""
+    """The axes that split the batch: the named axes, or all but the last of several."""
     if not isinstance(data, Mapping):
         if data is not None:
             check_data(data)
@@ -133,7 +135,7 @@ def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
 
 
 def _of_the_batch(names: list[str], data: Data) -> InputError:
-    """The error of a mesh whose last axis is named as one over which the batch is divided, and is not said to be."""
+    """The error for a last axis that is named like a batch axis, but not given in `data`."""
     ways = ", ".join(f"{name!r}: {data!r}" for name in names if _BATCH_AXIS.match(name))
     return InputError(
         f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",

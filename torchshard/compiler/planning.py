@@ -1,4 +1,4 @@
-"""A captured graph and constraints in, a Plan out: a complete plan that was given is checked, all else is searched."""
+"""Turns a captured graph and constraints into a Plan: checks a given plan, searches all other choices."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def plan_graph(
     """The best plan of a normalized graph, with the problem that it solves.
 
     Args:
-        is_first: whether the graph is not split over any other axis, so that fewer ranks can be compared.
+        is_first: whether the graph is unsplit over all other axes, so that fewer ranks can be
+            compared.
 
     Raises:
-        PlanError: the constraints do not fit the graph, or nothing fits the memory.
+        PlanError: the constraints do not fit the graph, or every plan exceeds the memory limit.
     """
     given, machine = constraints.plan, constraints.objective.machine
     if given is not None and constraints.objective.any_machine:
@@ -55,7 +56,7 @@ def plan_graph(
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
-        pins = pins_of(module.graph, constraints.pins)  # of a plan's file: what alternatives are compared under
+        pins = pins_of(module.graph, constraints.pins)  # to compare alternatives; only a plan from a file has pins here
         fixed = replace(problem.constraints, options={}, pins=pins, parameters=constraints.fixed)
         problem = replace(problem, constraints=fixed)
     else:
@@ -83,7 +84,7 @@ def plan_graph(
         what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
         raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
     costs = _costs(problem, plan, result.gap, memory)
-    if is_first and not constraints.mesh.across:  # else fewer ranks would have a part of the batch
+    if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
@@ -93,11 +94,11 @@ def plan_graph(
 def best_plan(
     module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_last: bool, is_first: bool = True
 ) -> PlannedAxis:
-    """The best plan of a graph: where ranks hold slices of experts' weights, they gather these, or send rows to them.
+    """The best plan of a graph, which gathers sliced experts' weights or sends rows to the experts.
 
     Args:
-        is_last: whether the graph is split over no axis after this one. What comes to a rank's experts has a number of
-            rows that no other axis could divide.
+        is_last: whether this axis is the last to split the graph. Rows sent to a rank's experts
+            have a count that further axes could not divide.
         is_first: as in `plan_graph`.
     """
     if constraints.plan is not None:
@@ -117,20 +118,20 @@ def graph_for(module: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
 
 
 def _sending(module: fx.GraphModule, axis: MeshAxis) -> fx.GraphModule | None:
-    """A copy of a graph that sends rows to experts; None if it has none to send."""
+    """A copy of a graph that sends rows to experts, if it has rows to send."""
     sending = duplicate(module)
     return sending if send_to_experts(sending, axis) else None
 
 
 def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:
-    """The best plan, and the problem that it solves: a limit may add layers whose values are computed again."""
+    """The best plan, and the problem it solves: a memory limit may add layers to recompute."""
     if limit is None:
         return search(problem.graph, problem.model, problem.constraints), problem
     return search_within(problem, limit)
 
 
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:
-    """What the user's plan, and layouts that are fixed already, leave to the search."""
+    """The constraints for the search that follow from the user's plan and from fixed layouts."""
     per_parameter = None if constraints.objective.memory is None else (2.0 + OPTIMIZER_STATES) / constraints.slices
     common = GraphConstraints(
         all_axes=constraints.objective.axes == "all",
@@ -149,7 +150,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
 
 
 def _carried_options(graph: fx.Graph, constraints: Constraints) -> dict[fx.Node, list[Choice]]:
-    """What an earlier call has left split stays so, for calls that follow to run the same graph."""
+    """Fixes the layouts of carried values that are split already: later calls then run the same graph."""
     found = {}
     for node in graph.find_nodes(op="call_function", target=CARRY):
         place, row = node.meta["place"], node_row(node)
@@ -164,9 +165,10 @@ def _given_options(graph: fx.Graph, plan: AxisPlan) -> dict[fx.Node, list[Choice
     """The plan's choices for the ops that it names; those for other ops are searched.
 
     Raises:
-        PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's plan,
-            an op of the same name may differ; then its choice is searched, as is that of an op whose size does not
-            divide in this call, or which passes on a slice of a weight that has fewer rows than another rank's.
+        PlanError: a choice is not legal. In a different kind of call than the plan's, such as a
+            prompt for a decode step's plan, an op of the same name may differ; then its choice is
+            searched. So are the choices of an op with a size that is not divisible in this call,
+            and of an op that passes on a weight's slice with fewer rows than another rank's.
     """
     ops = [node for node in graph.nodes if is_tensor_op(node)]
     is_same_call = {node.name for node in ops} == plan.choices.keys()
@@ -187,9 +189,9 @@ def _as_given(problem: PlanningProblem, given: AxisPlan, constraints: Constraint
 
 
 def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) -> dict[str, Layout]:
-    """The layouts of pinned parameters that no op of this call takes, as far as the type of their module tells.
+    """The layouts of pinned parameters that this call does not compute with, by their module's type.
 
-    The call may look at their sizes only, or another kind of call may use them.
+    The call may read only their sizes, or a different kind of call may use them.
     """
     if constraints.plan is not None:
         return {}
@@ -204,12 +206,12 @@ def _costs(problem: PlanningProblem, plan: AxisPlan, gap: float, memory: Mapping
     costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
     if plan.data:
-        return costs  # weights are to be whole
+        return costs  # replicated weights are expected here
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 
 def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, float]:
-    """Seconds of a step on fewer ranks, with the same choices: on 1, 2, 4, ... of them."""
+    """Seconds of a step with the same choices on 1, 2, 4, ... ranks, fewer than the plan's."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
         fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), recompute=plan.recompute))

@@ -21,12 +21,12 @@ from torchshard.passes import carry, normalize
 
 log = logging.getLogger("torchshard.compiler")
 STAGES = ("capture", "plan", "rewrite")
-"""What is logged, at INFO: one line when each ends."""
+"""The stages that are logged at INFO, one line at the end of each."""
 
 
 @contextlib.contextmanager
 def timed(stage: str) -> Iterator[None]:
-    """Logs how long one of `STAGES` takes."""
+    """Logs the duration of one of `STAGES`."""
     start = time.perf_counter()
     yield
     log.info("%s: %.1f s", stage, time.perf_counter() - start)
@@ -45,7 +45,7 @@ def prepared(
     trains: bool = True,
     divided: Mapping[int, int] = MappingProxyType({}),
 ) -> Captured:
-    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned.
+    """Captures a call of a model, in the caller's grad mode, as a normalized graph ready for planning.
 
     Args:
         divided: as in `capture`.
@@ -69,7 +69,7 @@ def _captured(
     dynamic: bool,
     **options: Any,
 ) -> Captured:
-    """One call of a model; what it replaces may have other sizes at the next call, as what earlier ones left."""
+    """Captures a call; sizes of carried values may vary, whether it replaces them or got them."""
     captured = capture(model, args, kwargs, dynamic=dynamic, left=left, **options)
     changed = captured.changes.names if dynamic else ()
     more = {name: None for name in changed if name in captured.inputs and name not in left}
@@ -79,12 +79,12 @@ def _captured(
 
 
 def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
-    """Name -> the dim that is split; None if there is none."""
+    """Name -> the dim that is split, if any."""
     return {name: layout.dim if isinstance(layout, Shard) else None for name, layout in inputs.items()}
 
 
 def check_examples(example_inputs: object, example_kwargs: object) -> None:
-    """Example inputs are a tuple or list of arguments, the keyword ones a dict.
+    """Checks that example inputs are a tuple or list, and example keyword arguments a dict.
 
     Raises:
         InputError: they are something else.

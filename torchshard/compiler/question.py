@@ -1,6 +1,7 @@
-"""What a plan is the answer to: a captured call, the facts about its model, and the user's constraints.
+"""The question that a plan answers: a captured call, facts about its model, and the user's constraints.
 
-A plan's file has it as data, so that it can be asked again with other constraints, without the model.
+A plan's file stores it as data, so that it can be planned again under other constraints, without
+the model.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from torchshard.plans.machine import Machine, Objective
 
 @dataclass(frozen=True)
 class Question:
-    """One call of a model, and what its plan must satisfy."""
+    """One call of a model, with the requirements for its plan."""
 
     graph: fx.GraphModule
-    """The normalized graph, of the whole batch."""
+    """The normalized graph of the full batch."""
     facts: ModelFacts
     constraints: Constraints
     multiples: frozenset[sympy.Symbol] = frozenset()
-    """The dynamic sizes that the ranks may divide."""
+    """The dynamic sizes that may be split across ranks."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The layouts of the call's tensors that earlier calls have left, by name."""
     batches: Mapping[str, Layout] = field(default_factory=dict)
-    """Those of the call's tensors of which each rank has a part of the batch."""
+    """The layouts of the call's batched tensors, by name."""
     equal: Equal = field(default_factory=dict)
-    """What is known of the graph's sizes, before it is planned."""
+    """Facts about the graph's sizes before planning."""
 
     def data(self) -> dict[str, Any]:
-        """The same as data of which JSON knows the types; if something can't be written, why: {"unwritten": ...}."""
+        """The question as JSON data; {"unwritten": reason} if the graph can't be written."""
         try:
             graph = graph_data(self.graph, self.equal)
         except ValueError as error:
@@ -61,10 +62,10 @@ class Question:
 
 
 def question_from(data: Mapping[str, Any] | None) -> Question:
-    """The question that a plan's file has.
+    """The question in a plan's file.
 
     Raises:
-        PlanError: it has none, or one that can't be read here.
+        PlanError: the question is missing, or can't be read here.
     """
     if not data or "unwritten" in data:
         raise PlanError(
@@ -83,20 +84,22 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
 
 @contextmanager
 def of_a_file(what: str, *told: type[Exception]) -> Iterator[None]:
-    """Tells of what no capture gives, such as a file that was changed, for which neither rules nor passes have words.
+    """Converts errors on graphs that capture can't produce, such as in an edited file, to PlanErrors.
+
+    Rules and passes do not check for such graphs.
 
     Args:
-        what: can't be done with its graph.
-        told: errors that say so themselves.
+        what: the failed operation as a past participle: "planned".
+        told: error classes that pass unchanged, because their own text is clear.
 
     Raises:
-        PlanError: in place of all other errors.
+        PlanError: instead of all other errors.
     """
     try:
         yield
     except told:
         raise
-    except Exception as error:  # whatever PyTorch makes of an op that is given something else
+    except Exception as error:  # PyTorch may raise any error for an op with unexpected arguments
         raise PlanError(
             f"the graph in the plan's file can't be {what}",
             where="the plan",
@@ -117,7 +120,7 @@ def _layouts(data: Mapping[str, str]) -> dict[str, Layout]:
 
 
 _CLASSES = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in OPS_OF_MODULES}
-"""The classes of modules that are told from others; of these only the name counts."""
+"""The module classes that planning distinguishes; for all others only the name counts."""
 
 
 def _facts_data(facts: ModelFacts) -> dict[str, Any]:
@@ -151,7 +154,7 @@ def _tensor_facts(data: Mapping[str, Any]) -> TensorFacts:
 
 
 def _check_parameters(graph: fx.Graph, facts: ModelFacts) -> None:
-    """The parameters and buffers of a graph are the model's."""
+    """Checks that the parameters and buffers of a graph are the model's."""
     for node in placeholders(graph):
         if node.meta["kind"] in ("parameter", "buffer"):
             path, shape = node.meta["path"], plain_shape(node.meta["val"])

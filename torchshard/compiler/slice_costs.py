@@ -1,7 +1,7 @@
-"""What the collectives of one mesh axis send of weights that the ranks of later axes hold in slices.
+"""Prices one axis' collectives of weights that the ranks of later axes store in slices.
 
-Axes are planned one after the other, and each for whole weights. In HSDP the ranks of the later axis hold slices, and
-what is summed over the earlier one are slices of gradients.
+The axes are planned one after the other, each for full weights. In HSDP, the ranks of the later
+axis store slices, so the sums over the earlier axis are of slices of gradients.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.data import Collective
 
 Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
-"""The name of a value and its conversion over an earlier axis -> how the ranks of a later one cut what that gives."""
+"""(name of a value, conversion over an earlier axis) -> the cut of the result over a later axis."""
 
 
 def priced_as_slices(solutions: Sequence[PlannedAxis]) -> list[PlannedAxis]:
-    """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
+    """The plans of all axes, in order, with the collectives of each priced for the later axes' slices."""
     cuts = list(map(_cuts, solutions))
     sliced = {path for path, layout in solutions[-1].plan.parameters.items() if isinstance(layout, Shard)}
     return [_priced(each, cuts[i + 1 :], sliced) for i, each in enumerate(solutions)]
@@ -52,13 +52,14 @@ def _priced(solution: PlannedAxis, later: Sequence[Cuts], sliced: Collection[str
         planned, source = Value.converted(node), before_casts(node)
         step, value = ConversionStep(collective.name, collective.source, collective.target), planned
         if value.bucket is not None and source.meta["path"] in sliced:
-            # slices of a layer go together; what was gathered before goes alone
+            # a layer's slices are gathered together; a weight that was gathered earlier is sent
+            # separately
             is_joined = found and value.bucket.layer
             value = replace(value, bucket=value.bucket._replace(gathered=value.dtype) if is_joined else None)
         if found and is_weight(source):
             value = _slice_of(value, found)
         elif collective.value not in cut and not is_weight(source):
-            with sizes_as({}):  # later axes have brought their parts of the batch together
+            with sizes_as({}):  # later axes have joined their parts of the batch
                 value = Value.converted(node)
         sent = collective.forward, collective.backward, collective.again
         if value != planned:

@@ -1,8 +1,9 @@
-"""The most that a rank's step holds at a time beside its parameters, read off its graphs.
+"""The peak memory of a rank's step without its parameters, read off its graphs.
 
-A value's memory is taken by the op that makes it, and is free behind the last op that uses it; what forward saves lives
-on until backward has used it, results and gradients to the end. A collective keeps the memory of the tensors that it
-sends and receives until it has ended. No op runs: what kernels take inside is not seen.
+A value's memory is allocated by the op that computes it, and freed after the last op that uses it.
+Values saved by forward live until backward has used them; results and gradients live to the end. A
+collective keeps the tensors that it sends and receives until it has ended. The ops do not run, so
+memory within kernels is not counted.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
 Block = int
-"""A piece of memory; several values may lie in it."""
+"""An id of a piece of memory, which several values may share."""
 Blocks = tuple[Block | None, ...]
-"""One for each result of an op; None for what is no tensor."""
+"""One block per result of an op; None for results that are not tensors."""
 
 
 @dataclass
 class _Memory:
-    """What is held: blocks, each by so many holders."""
+    """Reference-counted blocks of memory."""
 
     peak: float = 0.0
     _held: float = 0.0
@@ -39,7 +40,7 @@ class _Memory:
     _holders: Counter[Block] = field(default_factory=Counter)
 
     def new(self, size: int) -> Block:
-        """Takes memory; somebody has to hold it next."""
+        """Allocates a block; the caller adds the first reference."""
         block = len(self._sizes)
         self._sizes[block] = size
         self._held += size
@@ -47,16 +48,16 @@ class _Memory:
         return block
 
     def shrink(self, block: Block, size: int) -> None:
-        """A block is from now on of this size."""
+        """Changes a block to a smaller size."""
         self._held -= self._sizes[block] - size
         self._sizes[block] = size
 
     def hold(self, blocks: Iterable[Block | None]) -> None:
-        """One more holder of each."""
+        """Adds a reference to each block."""
         self._holders.update(block for block in blocks if block is not None)
 
     def release(self, blocks: Iterable[Block | None]) -> None:
-        """One holder fewer of each; what nobody holds is free."""
+        """Removes a reference to each block; frees those without references."""
         for block in blocks:
             if block is not None:
                 self._holders[block] -= 1
@@ -64,10 +65,10 @@ class _Memory:
                     self._held -= self._sizes[block]
 
     def run(self, graph: fx.Graph, arguments: Sequence[Block | None]) -> list[Block | None]:
-        """Runs a graph whose caller holds its arguments, and gives up those of them that it does not hold twice.
+        """Runs a graph, and consumes one of the caller's references to each argument.
 
         Returns:
-            the blocks of its results, held once each.
+            the blocks of its results, with one reference each.
         """
         places: dict[fx.Node, Blocks] = {}
         last = {used: node for node in graph.nodes for used in node.all_input_nodes}
@@ -109,7 +110,7 @@ class _Moved(NamedTuple):
     held: tuple[int | None, ...]
     """Bytes of the tensors that it sends and receives; None for its operand's memory."""
     result: int | None
-    """Which of these has the memory of the result; None if the result has its own."""
+    """The index of the tensor that shares the result's memory, if any does."""
 
 
 def _moved_by(begin: fx.Node) -> _Moved:
@@ -120,7 +121,7 @@ def _moved_by(begin: fx.Node) -> _Moved:
 
 @lru_cache(maxsize=4096)
 def _moved(begin: object, args: OpArgs, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> _Moved:
-    """Runs a collective's kernel on a tensor without values, for layers send the same tensors."""
+    """Runs a collective's kernel on a meta tensor; cached, because layers send equal tensors."""
     assert isinstance(begin, Begin)
     operand, group = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), lookup(str(args[-1]))
     made = begin.part(operand, group, args)
@@ -129,38 +130,39 @@ def _moved(begin: object, args: OpArgs, shape: Sequence[int], strides: Sequence[
     else:
         taken = [made.sent, received := made.received(group.size)]
         result = made.result(received)
-    held = {tensor.untyped_storage()._cdata: tensor for tensor in taken}  # an all-reduce receives where it sends
+    held = {tensor.untyped_storage()._cdata: tensor for tensor in taken}  # an all-reduce receives in place
     of_operand, of_result = (tensor.untyped_storage()._cdata for tensor in (operand, result))
     sizes = [None if of == of_operand else tensor.untyped_storage().nbytes() for of, tensor in held.items()]
     return _Moved(tuple(sizes), [*held].index(of_result) if of_result in held else None)
 
 
 def call_peak(local: fx.GraphModule) -> float:
-    """Bytes of one call of a rank without gradients: its results, and what is made on the way."""
+    """Peak bytes of one call of a rank without gradients: its results and temporary values."""
     memory = _Memory()
     arguments = [memory.new(0) for _ in placeholders(local.graph)]
-    memory.hold([*arguments, *arguments])  # a caller holds them
+    memory.hold([*arguments, *arguments])  # the caller keeps a reference
     memory.run(local.graph, arguments)
     return memory.peak
 
 
 def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
-    """Bytes of one training step of a rank: activations, gradients, and what is made on the way.
+    """Peak bytes of one training step of a rank: activations, gradients and temporary values.
 
-    The gradient comes from the first number among the results, as a loss is, or from all of them. Parameters, buffers
-    and the call's arguments count nothing; a caller holds them.
+    The gradient starts at the first scalar result, as a loss is, or at all results. Parameters,
+    buffers and the call's arguments are not counted, because the caller keeps them.
 
     Args:
-        slices: so many ranks divide the gradient of each weight among them as soon as it is there.
+        slices: the number of ranks that split the gradient of each weight as soon as it is
+            computed.
 
     Raises:
-        NotImplementedError, CaptureError: there is no graph of the backward.
+        NotImplementedError, CaptureError: a backward graph can't be made.
     """
     parts = segments(local)
     graphs = {number: step_graphs(part.graph) for number, part in enumerate(parts) if not part.is_view}
     memory = _Memory()
     blocks: dict[str, Block | None] = defaultdict(partial(memory.new, 0))
-    """Name of a value -> its memory; what a caller holds takes none."""
+    """Name of a value -> its memory; the caller's values count zero bytes."""
     saved: dict[int, list[Block | None]] = {}
     for number, part in enumerate(parts):
         taken = [blocks[name] for name in part.arguments]
@@ -190,10 +192,10 @@ def _losses(local: fx.GraphModule) -> list[fx.Node]:
 def _backward(
     memory: _Memory, part: Segment, parts: Partition | None, saved: Sequence[Block | None], wanted: dict[str, Block]
 ) -> None:
-    """Runs a segment's backward: of the gradients that are there, it takes its results' and adds its arguments'."""
+    """Runs a segment's backward: replaces its results' gradients in `wanted` by its arguments'."""
     given = tuple(name in wanted for name in part.results)
     taken = {name: wanted.pop(name) for name in part.results if name in wanted}
-    if parts is None:  # a view's gradient is a view
+    if parts is None:  # the gradient of a view is a view
         wanted |= dict.fromkeys(part.arguments[: len(taken)], *taken.values())
         return
     if not any(given):
@@ -203,7 +205,7 @@ def _backward(
     by_name = dict(zip(parts.saved, saved, strict=True))
     arguments = [by_name[name] for name in for_given.saved]
     memory.release(block for name, block in by_name.items() if name not in for_given.saved)
-    memory.hold(taken.values())  # autograd does, until the segment's backward has run
+    memory.hold(taken.values())  # autograd keeps them until the segment's backward has run
     found = memory.run(for_given.backward.graph, [*arguments, *taken.values()])
     memory.release(taken.values())
     for name, block in zip(part.arguments, found, strict=True):

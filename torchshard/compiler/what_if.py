@@ -1,4 +1,4 @@
-"""Asks again what a plan was the answer to, under other constraints: from the plan alone, or its file."""
+"""Plans again under different constraints, from the plan only or from its file."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def what_if(
     machine: MachineLike | None = None,
     memory: str | float | None = None,
 ) -> Plan:
-    """What the best plan would be with some layers held otherwise, on another machine, or in less memory.
+    """The best plan with other styles for some layers, on another machine, or in less memory.
 
         other = ts.what_if("plan.json", {"*.experts": "replicate"})     # no model is needed
         print(ts.diff(ts.Plan.load("plan.json"), other))                # what changes, and what a step then takes
 
-    It is for the same call, mesh and mode as the plan. All ops are planned again.
+    The plan is for the same call, mesh and mode as the given one. All ops are planned again.
 
     Args:
         plan: a plan, or the path of a file that `Plan.save` wrote.
-        pins: globs of modules and styles, as in `shard`; other modules keep the styles that the plan was made with.
-        machine: as in `torchshard.plan`; by default that of the plan.
-        memory: bytes that a step may take on a rank; by default what the plan was made with.
+        pins: globs of modules and styles, as in `shard`; other modules keep the given plan's
+            styles.
+        machine: as in `torchshard.plan`; by default the given plan's.
+        memory: bytes that a step may take on a rank; by default the given plan's limit.
 
     Raises:
-        PlanError: the plan's file can't be read or does not hold its graph, a key matches no module, or nothing fits.
-        InputError: machine or memory is none.
+        PlanError: the plan's file can't be read or lacks its graph, a key matches no module, or
+            every plan exceeds the memory.
+        InputError: `machine` or `memory` is invalid.
     """
     found = plan if isinstance(plan, Plan) else loaded(plan)
     question = question_of(found)
@@ -49,10 +51,11 @@ def what_if(
 
 
 def program_of(plan: Plan) -> Program | None:
-    """The program that a plan was made with. That of a loaded plan is made again, as it was when the plan was made.
+    """The program that a plan was made with; for a loaded plan, the program is made again.
 
     Returns:
-        None for a plan without a question: that of a further axis, or one whose file does not hold the graph.
+        None for a plan without a question: the plan of a further axis, or one from a file without
+            its graph.
 
     Raises:
         PlanError: the file can't be read here.
@@ -69,16 +72,16 @@ def program_of(plan: Plan) -> Program | None:
 
 
 def solutions_of(plan: Plan) -> list[PlannedAxis]:
-    """The plan of each mesh axis with the problem that it solves; none for a plan without a question."""
+    """Each mesh axis' plan with the problem that it solves; empty for a plan without a question."""
     program = program_of(plan)
     return [] if program is None else program.solutions
 
 
 def question_of(plan: Plan) -> Question:
-    """What a plan is the answer to, read from the data that its file has or would have.
+    """The question that a plan answers, read from the data in its file, which is made if needed.
 
     Raises:
-        PlanError: it can't be written, or read.
+        PlanError: the question can't be written, or read.
     """
     return question_from(None if plan.source is None else json.loads(json.dumps(plan.source.question())))
 
