@@ -46,8 +46,8 @@ class Ranks:
     """The ranks of the data axes: they store the same slices, or split them again."""
     data: tuple[Group, ...] = ()
     """The ranks along each data axis, outermost first; empty for a single data axis."""
-    labels: tuple[str, ...] = ()
-    """The user's names of the axes, the model's last."""
+    axes: tuple[MeshAxis, ...] = ()
+    """The axis of each of `groups`, with the user's name for it and what its ranks hold; () for the names alone."""
 
     @classmethod
     def own(cls) -> Ranks:
@@ -98,9 +98,7 @@ class Ranks:
     @property
     def mesh(self) -> Mesh:
         """The mesh of all ranks."""
-        groups = self.groups
-        labels = dict(zip(groups, self.labels, strict=True)) if self.labels else {}
-        return Mesh(tuple(MeshAxis(group.size, name, labels.get(name, "")) for name, group in groups.items()))
+        return Mesh(self.axes or tuple(MeshAxis(group.size, name) for name, group in self.groups.items()))
 
     @property
     def place(self) -> Place:

@@ -265,11 +265,7 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`rand_like(x)` is `rand([2, 3])`: it draws the same count of numbers, and does not read x."""
-    args, val = bound_args(node), node.meta["val"]
-    sizes: list[Argument] = list(val.shape)
-    for i, size in enumerate(sizes):
-        if not isinstance(size, int):
-            sizes[i] = emit(module, aten.sym_size.int, (node_arg(node), i), node)
+    args, val, sizes = bound_args(node), node.meta["val"], read_sizes(module, node_arg(node), node)
     target, bound_names = _DRAWS[operator_of(node)]
     bounds = (args[name] if name else 0 for name in bound_names)
     return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
