@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "torchshard"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torchshard"
 
 ROOMS = [
     "__main__", "cli", "testing", "public", "api", "checking", "checkpoints", "nn", "runtime", "compiler", "report",
@@ -89,16 +91,44 @@ def test_importing_makes_no_process_group_and_prints_nothing() -> None:
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stderr
 
 
-def test_tests_named_for_the_night_exist() -> None:
-    """A test that gets another name would run by day."""
-    folder = Path(__file__).parent
-    for line in (folder / "nightly.txt").read_text().splitlines():
-        file, _, name = line.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (folder / file).read_text(), line
+def test_tests_named_for_the_night_exist(tmp_path: Path) -> None:
+    """A case that gets another name would run by day."""
+
+    def collected(names: str) -> tuple[list[str], str]:
+        file = tmp_path / "test_cases.py"
+        file.write_text(CASES.format(names=names))
+        command = [
+            "-m",
+            "pytest",
+            "-q",
+            "--collect-only",
+            "-p",
+            "tests.conftest",
+            "--rootdir",
+            str(tmp_path),
+            str(file),
+        ]
+        done = subprocess.run([sys.executable, *command, "-m", "nightly"], capture_output=True, text=True, cwd=ROOT)
+        return re.findall(r"::test_it\[(.*)\]", done.stdout), done.stderr
+
+    assert collected("'a-*', 'c-1'") == (["a-1", "a-2", "c-1"], "")
+    assert collected("but=['a-*']") == (["b-1", "c-1"], "")
+    assert "('test_cases.py::test_it', 'd')" in collected("'a-*', 'd'")[1]
+
+
+CASES = """
+import pytest
+from tests.helpers import nightly
+
+@nightly({names})
+@pytest.mark.parametrize("case", ["a-1", "a-2", "b-1", "c-1"])
+def test_it(case):
+    pass
+"""
 
 
 def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
-    texts = {path.name: path.read_text() for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
     importing = {name: text for name, text in texts.items() if "from tests." in text}
     assert importing
     assert [

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from torchshard.capture import capture
 from torchshard.capture.attributes import Snapshot, attributes, changed
 
@@ -70,6 +71,7 @@ def _written_buffer(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+@nightly("_cache", "_cache_of_a_buffer")
 @pytest.mark.parametrize("body", [_cache, _cache_of_a_buffer, _new_attribute, _moved, _log, _written_buffer])
 def test_what_makes_no_difference_may_be_left(body: Callable[[Any, Tensor], Tensor]) -> None:
     torch.manual_seed(0)

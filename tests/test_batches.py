@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks, whole_gradient
+from tests.helpers import nightly, refused, refused_input
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
@@ -29,6 +29,7 @@ from torchshard.ir.graph import duplicate, nbytes
 from torchshard.passes import localized, step_graphs
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import Data, objective
+from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
 
 PART = 3
 WAYS: tuple[Data, ...] = ("replicate", "shard")
@@ -104,6 +105,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@nightly(but=["images-*-shard"])
 @pytest.mark.parametrize("data", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
@@ -115,6 +117,7 @@ def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) ->
     assert report.ok, str(report)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
     """Each weight that backward needs is sent once less, for a whole weight that is kept."""
@@ -139,6 +142,7 @@ def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, batches=inputs)
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
 def test_a_missing_sum_is_seen(data: Data) -> None:
     """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
@@ -155,6 +159,7 @@ def test_a_missing_sum_is_seen(data: Data) -> None:
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
 
 
+@nightly("False")
 @pytest.mark.parametrize("bucketed", [True, False])
 def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     bucketed: bool, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +215,7 @@ def _casts(parts: int) -> tuple[nn.Module, Tensor]:
     return Casts(), torch.randn(parts * PART, 8)
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
 def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Data) -> None:
     model, x = _casts(2)
@@ -240,11 +246,12 @@ def _summed(rank: int, data: Data) -> bool:
         for loss in losses:  # autograd sums the parts' gradients in float32
             loss.backward()
         for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-            if not torch.allclose(whole_gradient(own), p.grad, rtol=1e-6, atol=1e-7):
+            if not torch.allclose(full_gradient(own), p.grad, rtol=1e-6, atol=1e-7):
                 return False
     return True
 
 
+@nightly("2-replicate")
 @pytest.mark.parametrize(("world", "data"), [(2, "replicate"), (3, "shard")])
 def test_gradients_of_casts_are_summed_in_float32(world: int, data: Data) -> None:
     assert all(run_ranks(_summed, world, data))
@@ -293,8 +300,8 @@ def _train_both(
             optimizer.step()
             optimizer.zero_grad()
     named, whole = dict(model.named_parameters()), sharded.full_state_dict()
-    assert sharded._ts_graphs.captures == 1
-    return largest((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
+    assert sharded.captures == 1
+    return largest(*((whole[name] - p).abs().max().item() for name, p in named.items())), optimizers[1]
 
 
 def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
@@ -307,6 +314,7 @@ def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
     return worst
 
 
+@nightly("2-replicate")
 @pytest.mark.parametrize("data", [*WAYS, pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("world", "kinds"),
@@ -318,7 +326,7 @@ def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
 )
 def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...], data: Data) -> None:
     for worst in run_ranks(_trained, world, data, kinds):
-        assert largest(worst.values()) < 1e-10, worst
+        assert largest(*worst.values()) < 1e-10, worst
 
 
 def _beside_ddp(rank: int) -> float:
@@ -332,7 +340,7 @@ def _beside_ddp(rank: int) -> float:
 
 
 def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
-    assert largest(run_ranks(_beside_ddp, 2)) < 1e-12
+    assert largest(*run_ranks(_beside_ddp, 2)) < 1e-12
 
 
 def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
@@ -373,6 +381,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("world", "options"),
     [
@@ -385,8 +394,8 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
     ],
 )
 def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> None:
-    for worst in run_ranks(_whole, world, options, timeout_seconds=300):
-        assert largest(worst.values()) < 1e-10, worst
+    for worst in run_ranks(_whole, world, options, seconds=300):
+        assert largest(*worst.values()) < 1e-10, worst
 
 
 def test_other_inputs_than_local_and_global_are_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.helpers import nightly
 from tests.priced import MESHES, PRICED, Call, priced
 from torchshard.checking import lockstep
 from torchshard.checking.check import _trial
@@ -52,6 +53,7 @@ def _counted(model: Any, made: Program, call: Call, monkeypatch: pytest.MonkeyPa
     return found
 
 
+@nightly("mlp-{'dp': 'replicate', 'fs': 'shard', 'tp': ''}")
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_predicts_what_is_sent(name: str, axes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import torchshard as ts
-from tests.helpers import largest, refused, refused_input, run_ranks
+from tests.helpers import nightly, refused, refused_input
 from torchshard.core.layouts import split
 from torchshard.distributed.ops import OPS
 from torchshard.runtime.carried import CarriedSlice
+from torchshard.testing import kept_graphs, largest, run_ranks
 
 WIDTH, HEADS = 12, 3
 COLUMNS = {"q": "column", "k": "column", "v": "column", "o": "row"}
@@ -176,11 +177,12 @@ def _grows(rank: int, kind: str) -> dict[str, Any]:
     return {
         "error": error,
         "heads": {shape[1] for shape in shapes},
-        "graphs": len(sharded._ts_graphs),
+        "graphs": len(kept_graphs(sharded)),
         "position": pasts[1].position if kind == "object" else 13,
     }
 
 
+@nightly(but=["dict"])
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_grows_stays_split(kind: str) -> None:
     for rank, found in enumerate(run_ranks(_grows, 2, kind)):
@@ -212,6 +214,7 @@ def _written(rank: int) -> dict[str, Any]:
     return {"error": error, "heads": pasts[1]["k"].shape[1], "state": type(states[1]) is Tensor}
 
 
+@pytest.mark.nightly
 def test_what_is_written_in_place() -> None:
     for rank, found in enumerate(run_ranks(_written, 2)):
         assert found.pop("error") < 1e-12
@@ -262,6 +265,7 @@ CHECKED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], Callable[[], t
 }
 
 
+@nightly(but=["an argument-*", "an object-2"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", CHECKED)
 def test_what_is_left_has_the_unsharded_models_gradients(name: str, world: int) -> None:
@@ -292,6 +296,7 @@ def _trains(rank: int) -> float:
     return worst
 
 
+@pytest.mark.nightly
 def test_gradients_flow_from_call_to_call() -> None:
     assert max(run_ranks(_trains, 2)) < 1e-10
 
@@ -399,11 +404,12 @@ def _calls(rank: int, static: bool) -> dict[str, Any]:
         "own": own,
         "same": torch.allclose(keys.full_tensor(), caches[0].layers[1].keys, rtol=0, atol=1e-12),
         "heads": keys.shape[1],
-        "graphs": len(sharded._ts_graphs) - 1,  # one for the example inputs
+        "graphs": len(kept_graphs(sharded)) - 1,  # one for the example inputs
         "sent": len(sent),
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_caches_stay_split_and_are_sent_to_nobody(static: bool) -> None:
     for found in run_ranks(_calls, 2, static):
@@ -444,9 +450,9 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
                 found if isinstance(found, Tensor) else torch.cat([h[-1].flatten() for h in found.hidden_states])
             )
         same[way] = torch.equal(*made) if way != "hidden states" else torch.allclose(*made, atol=1e-6)
-    before = len(sharded._ts_graphs)
+    before = len(kept_graphs(sharded))
     sharded.generate(ids, attention_mask=mask, max_new_tokens=length + 3)
-    return {"same": same, "graphs": before, "more": len(sharded._ts_graphs) - before}
+    return {"same": same, "graphs": before, "more": len(kept_graphs(sharded)) - before}
 
 
 @pytest.mark.parametrize(
@@ -459,14 +465,15 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
     ids=" ".join,
 )
 def test_generation(ways: list[str]) -> None:
-    for found in run_ranks(_generates, 2, "llama", ways, 7, timeout_seconds=300):
+    for found in run_ranks(_generates, 2, "llama", ways, 7, seconds=300):
         assert found["same"] == dict.fromkeys(ways, True)
         assert not found["more"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "world"), [("mistral", 2), ("t5", 2), ("llama", 4)])
 def test_generation_of_other_models(kind: str, world: int) -> None:
-    for found in run_ranks(_generates, world, kind, ["greedy", "beams"], 12, timeout_seconds=300):
+    for found in run_ranks(_generates, world, kind, ["greedy", "beams"], 12, seconds=300):
         assert found["same"] == {"greedy": True, "beams": True}
         assert not found["more"]
 
@@ -500,6 +507,7 @@ def _streams(rank: int) -> dict[str, bool]:
     return same | {"streamed": [int(word) for word in words] == expected.tolist()}
 
 
+@pytest.mark.nightly
 def test_batches_and_streams() -> None:
     for found in run_ranks(_streams, 2):
         assert all(found.values()), found
@@ -545,6 +553,7 @@ def _wrong(rank: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.nightly
 def test_what_differs_between_ranks_or_does_not_fit_is_refused_on_each() -> None:
     assert run_ranks(_wrong, 2) == [dict.fromkeys(WRONG, "")] * 2
 
@@ -566,6 +575,7 @@ def _killed(rank: int, path: str) -> None:
     Path(path).write_text(str(caught.value))
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_while_it_generates_is_told(tmp_path: Path) -> None:
     with contextlib.suppress(RuntimeError):  # rank 1 gives no result
         run_ranks(_killed, 2, str(tmp_path / "error"))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from torchshard.compiler.program import prepared
 
 CAT = torch.ops.aten.cat.default
@@ -53,11 +54,13 @@ def test_others_stay() -> None:
     assert _cats(Others(), x, x) == [["x", "y"], ["x", "y", "y"], ["y", "x", "y"], ["x", "x"], ["x", "y"]]
 
 
+@nightly("2", "4")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_dense_block_is_exact(world_size: int) -> None:
     ts.check(Dense(4), "auto", world_size=world_size, example_inputs=(torch.randn(4, 6),)).raise_on_error()
 
 
+@pytest.mark.nightly
 def test_a_long_dense_block_is_planned_exactly() -> None:
     """With a piece read by all later layers the tables would be too large, and a gap would be told."""
     with torch.device("meta"):

@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import nightly, refused
 from tests.resumed import adamw, batch, small, train, whole_state
 from torchshard.checkpoints.copies import Copies
 from torchshard.core.layouts import I, canonical, split
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.words import word
 from torchshard.distributed.objects import decode, encode
+from torchshard.testing import run_ranks
 from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
 from torchshard.weights.safetensors_files import tensors_in
@@ -96,6 +97,7 @@ def _near(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.allclose(a[name].double(), b[name].double(), rtol=1e-10, atol=1e-12) for name in a)
 
 
+@nightly(but=["2-some-False-fused-targets2"])
 @pytest.mark.parametrize(
     ("world", "plan", "wait", "kind", "targets"),
     [
@@ -131,6 +133,7 @@ def _weights_of_checkpoint(rank: int, folder: str) -> list[Any]:
     return [{n: t.double() for n, t in whole_state(sharded).items()}, weights.read.bytes_read, kept, str(weights)]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_gives_its_weights_to_a_lazy_model(tmp_path: Path) -> None:
     first = run_ranks(_saves, 2, str(tmp_path), "some", True, "adamw")[0]
     for whole, read, kept, line in run_ranks(_weights_of_checkpoint, 3, str(tmp_path)):
@@ -182,6 +185,7 @@ def _replicas(rank: int, folder: str, loads: bool) -> Any:
     return whole_state(model), _optimizer_state(optimizer), torch.rand(4)
 
 
+@pytest.mark.nightly
 def test_replicas_save_and_load_together(tmp_path: Path) -> None:
     before, after = (run_ranks(_replicas, 4, str(tmp_path), loads) for loads in (False, True))
     files = sorted(path.name for path in tmp_path.glob("data-*/*"))
@@ -442,6 +446,7 @@ def _ranks_differ(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
     for found in run_ranks(_ranks_differ, 2, str(tmp_path)):
         assert all(found.values()), found
@@ -469,6 +474,7 @@ def _one_fails(rank: int, folder: str) -> list[Any]:
     return [*told, read_checkpoint(Path(folder)).id != before]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
     assert run_ranks(_one_fails, 2, str(tmp_path)) == [[True] * 6] * 2
 
@@ -510,6 +516,7 @@ def _each_its_own(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 def test_ranks_that_hold_different_values_are_told(tmp_path: Path) -> None:
     for found in run_ranks(_each_its_own, 2, str(tmp_path)):
         assert all(found.values()), found
@@ -525,6 +532,7 @@ def _ends_early(rank: int, folder: str) -> bool:
     return bool(read_checkpoint(Path(folder)).id)
 
 
+@pytest.mark.nightly
 def test_a_save_outlives_its_groups(tmp_path: Path) -> None:
     assert run_ranks(_ends_early, 2, str(tmp_path)) == [True, True]
 
@@ -551,6 +559,7 @@ def _saves_by(rank: int, folder: str, port: int) -> bool:
     return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
 
 
+@nightly("broken file")
 @pytest.mark.parametrize("kind", ["server", "broken file"])
 def test_the_store_of_the_ranks(kind: str, tmp_path: Path) -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from tests.models import MLP
 from torchshard.cli.main import _plain_warnings, main
 from torchshard.cli.progress import Follow
@@ -62,6 +63,7 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path / "llama")
 
 
+@pytest.mark.nightly
 def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With labels the loss is there, and its sum; a measured machine prices the plan; stages are told on stderr."""
     ts.Machine("mine", flops=1e9).save(tmp_path / "mine.json")
@@ -77,6 +79,7 @@ def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, caps
     assert any("cross_entropy" in name for name in plans[2].choices)
 
 
+@pytest.mark.nightly
 def test_measure_writes_a_machine(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "torchshard"]
@@ -106,6 +109,7 @@ def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys
     assert "why: each rank" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     given = [llama, "--mesh", "dp=2,tp=2", "--data", "shard", "--sequence", "16"]
@@ -165,6 +169,7 @@ def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.Capture
     assert shown.out.startswith("exact: 3 ranks") and "random weights:" in shown.err
 
 
+@pytest.mark.nightly
 def test_check_on_real_ranks(tmp_path: Path) -> None:
     """In a process of its own, as from a shell: a rank imports what started it. The ranks read the weights silently."""
     save_file(MLP().state_dict(), tmp_path / "any.safetensors")
@@ -191,6 +196,7 @@ def _configured(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_folder_is_planned_in_the_dtype_of_from_pretrained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +214,7 @@ def test_a_folder_is_planned_in_the_dtype_of_from_pretrained(
     assert "12 tensors used, bfloat16 in the files, cast to the model's float32\n" in said.err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tied", [True, False])
 def test_check_takes_the_weights_of_a_folder(tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(_saved(tmp_path, tie_word_embeddings=tied))
@@ -287,6 +294,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch        {torch.__version__}" in capsys.readouterr().out
 
 
+@nightly(but=["ViTForImageClassification"])
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"])
 def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {
@@ -411,6 +419,7 @@ def test_a_plan_file_is_shown_unchanged(tmp_path: Path, capsys: pytest.CaptureFi
         assert "is a plan\n" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **CONFIG}))
     assert main(["show", str(tmp_path / "tiny.json"), "--sequence", "8"]) == 0

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import nightly
 from torchshard.checking.lockstep import _convert
 from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.core.mesh import simulated_name
 from torchshard.distributed.group import lookup
 from torchshard.distributed.ops import direct, hashable
+from torchshard.testing import run_ranks
 
 Case = tuple[str, Layout, Layout, tuple[int, ...]]
 _ops = torch.ops.torchshard
@@ -264,6 +265,7 @@ def three() -> list[dict[Any, Any]]:
     return run_ranks(_in_groups_of, 3, (3,))
 
 
+@nightly("four-*")
 @pytest.mark.parametrize(("ranks", "world"), [("four", 2), ("three", 3), ("four", 4)])
 def test_on_real_ranks(ranks: str, world: int, request: pytest.FixtureRequest) -> None:
     for found in request.getfixturevalue(ranks):
@@ -300,6 +302,7 @@ def _groups(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_groups_of_two_of_four_ranks(four: list[dict[Any, Any]]) -> None:
     for rank, found in enumerate(four):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]

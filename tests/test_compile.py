@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torchshard as ts
-from tests.helpers import largest, refused, refused_input, run_ranks
+from tests.helpers import nightly, refused, refused_input
 from tests.models import CASES
 from tests.test_collectives import _cases as conversion_cases
 from tests.test_collectives import _spread
@@ -25,6 +25,7 @@ from torchshard.distributed.group import lookup
 from torchshard.passes import lower, schedule, verify
 from torchshard.passes.lower import WAIT
 from torchshard.runtime import compilation
+from torchshard.testing import kept_graphs, largest, run_ranks
 from torchshard.weights.slice_values import SliceValue
 
 EAGER = {"backend": "eager"}
@@ -71,7 +72,7 @@ def _difference(
             layout = sharded.layouts[name]
             own = split(whole[name], layout, ts.distributed.get_rank(), ts.distributed.get_group_size())
             pairs.append((own, gradient))
-    return largest(float((a - b).abs().max()) for a, b in pairs if a.numel())
+    return largest(*(float((a - b).abs().max()) for a, b in pairs if a.numel()))
 
 
 def _case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...]]:
@@ -98,14 +99,15 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
         with torch.no_grad():
             expected, made = flatten(model(*inputs)).tensors, flatten(sharded(*inputs)).tensors
         found[name] += [float((a - b).abs().max()) for a, b in zip(expected, made, strict=True)]
-        assert any(compiled.training(sharded._ts_compiler).has_graphs for compiled in sharded._ts_graphs)
+        assert any(kept.has_step_graphs for kept in kept_graphs(sharded))
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world", "names"), TRAINED)
 def test_gradients_are_the_unsharded_models(world: int, names: list[str]) -> None:
-    for found in run_ranks(_trained, world, names, timeout_seconds=900):
-        assert largest(largest(differences) for differences in found.values()) < 1e-12, found
+    for found in run_ranks(_trained, world, names, seconds=900):
+        assert largest(*(largest(*differences) for differences in found.values())) < 1e-12, found
 
 
 def _doubling(run: Callable[[fx.GraphModule], bool]) -> Callable[[fx.GraphModule], bool]:
@@ -137,9 +139,10 @@ def test_a_fault_in_lowering_is_seen() -> None:
     assert min(run_ranks(_wrongly_lowered, 2)) > 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")
 def test_inductor_draws_the_same_numbers() -> None:
-    assert largest(run_ranks(_with_inductor, 2)) < 1e-12
+    assert largest(*run_ranks(_with_inductor, 2)) < 1e-12
 
 
 def _with_inductor(rank: int) -> float:
@@ -173,8 +176,8 @@ def _whole(rank: int) -> list[str]:
         # forward and backward, with fixed and then with dynamic sizes
         if [len(found) for found, count in zip(sent, products, strict=True) if count] != [1, 0] * 2:
             wrong.append(f"{name}: {backend.graphs}")
-        if sharded._ts_graphs.captures != 1:
-            wrong.append(f"{name}: captured {sharded._ts_graphs.captures} times")
+        if sharded.captures != 1:
+            wrong.append(f"{name}: captured {sharded.captures} times")
     return wrong
 
 
@@ -212,9 +215,10 @@ def _whole_step(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_training_step_is_compiled_with_its_optimizer() -> None:
     for found in run_ranks(_whole_step, 2):
-        assert largest(found.values()) < 1e-12, found
+        assert largest(*found.values()) < 1e-12, found
 
 
 def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
@@ -228,6 +232,7 @@ def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
     return {str(op): count for op, count in seen.get_comm_counts().items()}, sharded.plan.costs.calls
 
 
+@pytest.mark.nightly
 def test_comm_debug_mode_sees_the_planned_collectives() -> None:
     for counts, (forward, backward) in run_ranks(_seen, 2):
         sent = [count for name, count in counts.items() if name.startswith("c10d_functional.")]
@@ -258,6 +263,7 @@ def _lowered_conversions(rank: int) -> list[str]:
     return wrong
 
 
+@nightly("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_lowered_collectives_compute_what_their_operators_do(world: int) -> None:
     assert run_ranks(_lowered_conversions, world) == [[]] * world
@@ -298,8 +304,8 @@ def _mistakes(rank: int) -> dict[str, bool]:
     found["a backend that fails"] = refused(lambda: broken(x), "this backend can do nothing", ts.CaptureError)
     plain = ts.shard(_Recurrent(), {"rnn": "column"}, compile=EAGER)  # its steps are no graph
     found["what a compiler does not know"] = bool(plain(torch.randn(2, 3, 4)).isfinite().all())
-    none: Mapping[str, Any] = {"backend": "eager", "disable": True}
-    found["disabled"] = ts.shard(model, plan, compile=none)._ts_compiler is None
+    none: Mapping[str, Any] = {"backend": fails, "disable": True}
+    found["disabled"] = bool(ts.shard(model, plan, compile=none)(x).isfinite().all())
     return found
 
 
@@ -331,6 +337,7 @@ def _of_parts(rank: int) -> list[float]:
     return [float((p.grad - own.grad).abs().max()) for p, own in pairs] + [float((losses[0] - losses[1]).abs())]
 
 
+@pytest.mark.nightly
 def test_a_loss_over_parts_of_a_batch_is_compiled() -> None:
     for found in run_ranks(_of_parts, 2):
-        assert largest(found) < 1e-12, found
+        assert largest(*found) < 1e-12, found

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torchshard as ts
-from tests.helpers import run_ranks
+from tests.helpers import nightly
 from tests.resumed import adamw, small, train, whole_state
+from torchshard.testing import run_ranks
 from torchshard.weights.state_slices import StateSlice, mark_copies
 
 STEPS, NEXT = range(2), range(2, 5)
@@ -107,6 +108,7 @@ def _loads(rank: int, folder: str, plan: str | None, rng: Tensor) -> list[Any]:
     return [whole_state(model), *found]
 
 
+@pytest.mark.nightly
 def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
     saved = run_ranks(_saves, 2, str(tmp_path))
     first = saved[0]
@@ -177,6 +179,7 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     return [all(isinstance(states[i]["exp_avg"], StateSlice) for i in split), bool(split)]
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_has_not_stepped_gives_slices() -> None:
     assert run_ranks(_optimizer_from_file, 2) == [[True, True]] * 2
 
@@ -218,6 +221,7 @@ def _sets(rank: int, folder: str, world: int, way: str) -> bool:
     return _equal(trained(*again), trained(*first))
 
 
+@nightly(but=["2-broadcast"])
 @pytest.mark.parametrize(("world", "way"), [(2, "equal"), (2, "broadcast"), (2, "partial"), (4, "broadcast")])
 def test_pytorchs_setters_take_whole_states(world: int, way: str, tmp_path: Path) -> None:
     assert all(run_ranks(_sets, world, str(tmp_path), world, way))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.compiled import planned_as
 from tests.golden import check_golden
+from tests.helpers import nightly
 from torchshard.capture import capture
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
@@ -63,6 +64,7 @@ def _loss(h: Tensor) -> Tensor:
 BODIES = [_cosine, _tensordot, _pieces, _trapezoid, _copies, _loss]
 
 
+@nightly(but=["*trapezoid", "2-_tensordot"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_it_becomes_is_split(body: Callable[[Tensor], Tensor], world: int) -> None:
@@ -106,6 +108,7 @@ class _Labelled(nn.Module):
         return F.multilabel_margin_loss(self.up(x), torch.tensor([[3, 0, -1, 2, -1]]).expand(x.shape[0], 5))
 
 
+@pytest.mark.nightly
 def test_a_loss_of_several_labels() -> None:
     ts.check(_Labelled(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),)).raise_on_error()
 

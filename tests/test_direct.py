@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
-from tests.helpers import run_ranks
 from tests.op_database import calls, operators
 from torchshard.passes import direct
+from torchshard.testing import run_ranks
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.uint8, torch.bool)

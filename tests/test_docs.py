@@ -14,8 +14,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.helpers import run_ranks
+from tests.helpers import nightly
 from torchshard.cli.main import main
+from torchshard.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,10 +62,22 @@ WITH_BLOCKS = [
 ]
 
 
+@nightly(
+    but=[
+        "README.md",
+        "docs/errors.md",
+        "docs/gradients.md",
+        "docs/hang.md",
+        "docs/index.md",
+        "docs/install.md",
+        "docs/multi_node.md",
+        "docs/through_memory.md",
+    ]
+)
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     ranks = re.search(r"<!-- ranks: (\d+) -->", (ROOT / page).read_text())
-    run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path), timeout_seconds=280)
+    run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path), seconds=280)
     for path in tmp_path.glob("*.svg"):
         kept = ROOT / "docs" / "figures" / path.name
         assert not kept.exists() or kept.read_text() == path.read_text(), f"docs/figures/{path.name} is old"

@@ -14,6 +14,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.compiled import compiled, compiled_case
+from tests.helpers import nightly
 from tests.models import CASES, GPT
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
@@ -31,6 +32,7 @@ def _collectives(name: str) -> list[str]:
     return sorted(n.name for n in compiled_case(name).graph.graph.nodes if is_collective(n.target))
 
 
+@nightly(but=["mlp", "mlp_*"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_collective_is_drawn_as_a_hexagon(name: str, tmp_path: Path) -> None:
     groups = _drawn(name, tmp_path).findall(f"{SVG}g")
@@ -40,6 +42,7 @@ def test_every_collective_is_drawn_as_a_hexagon(name: str, tmp_path: Path) -> No
     assert len({n for g in groups for n in g.attrib["data-nodes"].split()}) >= len(groups)
 
 
+@nightly("attention_dropout", "conv", "encoder_decoder", "fused_by_split_7_heads", "gpt_*")
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
     root = _drawn(name, tmp_path)
@@ -49,6 +52,7 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
         assert float(rect.get("y", 0)) + float(rect.attrib["height"]) <= height
 
 
+@nightly(but=[".dot"])
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".dot"])
 def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path) -> None:
     made = compiled_case("gpt")
@@ -61,6 +65,7 @@ def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path
     assert all(begun) and "begin_reduce" in text
 
 
+@pytest.mark.nightly
 def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     case = CASES["gpt"]
     for file in ("one.svg", "two.svg"):
@@ -125,6 +130,7 @@ def test_sizes(count: float, text: str) -> None:
     assert size_text(count) == text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [{"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, {"world_size": 2}], ids=str)
 def test_sums_of_a_page_are_those_of_all_axes(ranks: dict[str, Any], tmp_path: Path) -> None:
     ids = torch.randint(29, (4, 8))

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from tests.models import CASES, GPT, MLP
 from torchshard.core.layouts import parse_layout
 from torchshard.rules import RULES
@@ -51,6 +52,7 @@ def test_two_keys_that_disagree() -> None:
     assert _plan({"up": "column", "u*": 1})
 
 
+@pytest.mark.nightly
 def test_one_parameter_with_two_layouts_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ts.PlanError, match="two ways") as caught:
@@ -59,6 +61,7 @@ def test_one_parameter_with_two_layouts_is_refused() -> None:
     assert _plan({"tok": "vocab", "head": "column"}, GPT(), example_inputs=(ids,)).parameters["tok.weight"] == ts.S(0)
 
 
+@nightly("blocks.0-row")
 @pytest.mark.parametrize("key, style", [("norm", "column"), ("blocks.0", "row"), ("blocks.0.attn.q", "vocabulary")])
 def test_a_style_that_a_module_cannot_have(key: str, style: str) -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)

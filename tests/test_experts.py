@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
 from tests.compiled import planned_as
-from tests.helpers import largest, run_ranks
+from tests.helpers import nightly
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
 from torchshard.core.choices import choices
@@ -30,6 +30,7 @@ from torchshard.passes import localized, step_graphs
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
 from torchshard.plans.machine import MACHINES, Data, objective
 from torchshard.rules import rule_of
+from torchshard.testing import largest, run_ranks
 
 aten = torch.ops.aten
 Ways = Data | dict[str, Data]
@@ -84,6 +85,7 @@ def test_pytorchs_own_product() -> None:
     assert report.ok, str(report)
 
 
+@nightly("40-False")
 @pytest.mark.parametrize("inner, is_split", [(40, False), (64, True)])
 def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
     """It takes rows of a multiple of 16 bytes: 40 of two bytes are five of them, for four ranks."""
@@ -141,6 +143,7 @@ def test_the_price_of_experts(axis: str) -> None:
     assert whole == 2 * (2 * 10) * 16 * 64 == 2 * part
 
 
+@pytest.mark.nightly
 def test_memory_of_a_mixture_on_meta() -> None:
     """On a GPU Hugging Face counts the rows of each expert with an op that CPUs have for other dtypes alone."""
     config = transformers.MixtralConfig(
@@ -236,6 +239,7 @@ def _by_sizes(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32, _by_sizes]
 
 
+@nightly(but=["mesh0-_by_int32"])
 @pytest.mark.parametrize("move", [*MOVES[:-1], pytest.param(_by_sizes, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "mesh",
@@ -350,6 +354,7 @@ ACROSS = [_softmax, _places_kept, _counted, _paired, _limited, _mixed, _dropped,
 ACROSS += [_inverse_backwards, _padded, _counts_as_ends, _other_keys, _added_inverse, _mean]
 
 
+@nightly(but=["_counts_as_ends", "_mean"])
 @pytest.mark.parametrize("move", ACROSS)
 def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
@@ -358,6 +363,7 @@ def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     assert not any("own_order" in node.meta for node in plan.graph.graph.nodes)
 
 
+@pytest.mark.nightly
 def test_a_mixture_with_its_auxiliary_loss() -> None:
     """Its first call sets an attribute; rehearsed, it has to choose the product that a capture has, by its dtype."""
     config = transformers.MixtralConfig(
@@ -395,6 +401,7 @@ QUICK = [_by_scatter, _by_sizes]
 NIGHTLY_MESHES = [({"dp": 2, "tp": 2}, "shard"), ({"dp": 4}, "shard_grad_op"), ({"dp": 2, "fsdp": 2}, HYBRID)]
 
 
+@nightly("mesh0-shard-_by_sizes")
 @pytest.mark.parametrize("move", [move if move in QUICK else pytest.param(move, marks=NIGHTLY) for move in MOVES])
 @pytest.mark.parametrize(
     ("mesh", "data"),
@@ -502,6 +509,7 @@ def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
     assert plan.costs.memory["activations"] > 0 and "dispatch" in _sends(plan)
 
 
+@pytest.mark.nightly
 def test_rows_go_to_experts_that_do_not_divide() -> None:
     """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
     x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()
@@ -544,6 +552,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
     return worst
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("mesh", "data", "parts"),
     [
@@ -554,5 +563,5 @@ def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
     ],
 )
 def test_training_with_rows_at_their_experts(mesh: dict[str, int], data: Ways, parts: int) -> None:
-    for worst in run_ranks(_trained, math.prod(mesh.values()), mesh, data, parts, timeout_seconds=300):
+    for worst in run_ranks(_trained, math.prod(mesh.values()), mesh, data, parts, seconds=300):
         assert worst < 1e-10

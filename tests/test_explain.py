@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.compiled import compiled
 from tests.golden import check_golden
+from tests.helpers import nightly
 from tests.models import GPT
 from torchshard.compiler.program import Program
 from torchshard.ir.listing import listing
@@ -61,6 +62,7 @@ def _of_gpt() -> ts.Plan:
     return ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
 
 
+@nightly("*-table", "80-step")
 @pytest.mark.parametrize("level", ["table", "node", "step"])
 @pytest.mark.parametrize("columns", [80, 100])
 def test_explain_fits_the_terminal(level: Any, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +140,7 @@ def test_the_step_of_a_rank_as_it_runs() -> None:
     assert ts.explain(_mlp(), "up", level="step").count("\n") < told.count("\n")
 
 
+@pytest.mark.nightly
 def test_all_axes_of_a_mesh_are_shown() -> None:
     """A value's word, which axis each collective is over, and a step as any rank runs it, uneven slices too."""
     x = torch.randn(4, 8, 16, requires_grad=True)
@@ -273,6 +276,7 @@ def test_unrequested_whole_weights_are_reported_with_their_bytes() -> None:
 IDS = torch.randint(29, (4, 8))
 
 
+@nightly(but=["{'world_size': 2}"])
 @pytest.mark.parametrize(
     "ranks", [{"world_size": 2, "data": "shard"}, {"mesh": {"dp": 2, "tp": 2}}, {"world_size": 2}], ids=str
 )
@@ -299,6 +303,7 @@ def test_a_value_that_is_gathered_once_for_several_ops_counts_once() -> None:
     assert plan.costs.whole and all(kind.nbytes <= plan.costs.nbytes for kind in plan.costs.whole)
 
 
+@pytest.mark.nightly
 def test_an_axis_without_a_name_that_divides_the_batch_is_dp() -> None:
     for way in ("replicate", "shard"):
         plan = ts.plan(MLP(), {}, world_size=2, data=way, example_inputs=(torch.randn(2, 8, 16),))
@@ -306,6 +311,7 @@ def test_an_axis_without_a_name_that_divides_the_batch_is_dp() -> None:
         assert "@dp" in told and "@tp" not in told
 
 
+@pytest.mark.nightly
 def test_a_part_of_a_step_saves_no_more_than_the_whole() -> None:
     plan = ts.plan(GPT(p=0.0), world_size=2, data="shard", example_inputs=(IDS, IDS))
     held = []

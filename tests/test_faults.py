@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import BACKENDS, run_ranks
+from tests.helpers import BACKENDS
 from torchshard.distributed import consistency
 from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
+from torchshard.testing import run_ranks
 
 pytestmark = pytest.mark.waits
 

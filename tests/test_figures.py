@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.compiled import compiled, compiled_case
+from tests.helpers import nightly
 from tests.models import CASES
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
@@ -64,6 +65,7 @@ def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> No
     assert hidden == pytest.approx(of_block.hidden / len(of_block.modules)) and hidden > 0
 
 
+@pytest.mark.nightly
 def test_the_parts_of_a_mesh_are_its_step() -> None:
     plan = _mesh_plan(machine="h100x8")
     assert sum(part.seconds for part in shares(plan)) == pytest.approx(sum(plan.step_seconds.values()))
@@ -93,6 +95,7 @@ def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@nightly(but=["mlp-3"])
 @pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 3), ("gqa_1_kv_head", 4), ("mlp", 3)])
 def test_each_rank_holds_what_its_graph_has(name: str, world: int) -> None:
     made = compiled_case(name, world)
@@ -142,6 +145,7 @@ def _of(root: ElementTree.Element, look: str) -> list[ElementTree.Element]:
     return [e for e in root.iter() if look in e.attrib.get("class", "").split()]
 
 
+@nightly("2", "4")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: int, tmp_path: Path) -> None:
     made = compiled_case("gpt", world)
@@ -216,6 +220,7 @@ def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
 OF_WEIGHTS = [{"mesh": {"dp": 4}}, {"mesh": {"hosts": 2, "fsdp": 3, "tp": 2}}, {"axes": "sequence"}]
 
 
+@nightly("options1")
 @pytest.mark.parametrize("options", OF_WEIGHTS)
 def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -239,6 +244,7 @@ def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, A
     assert all(id(c) in told for each in plan.over_all for c in each.costs.collectives if c.nbytes)
 
 
+@pytest.mark.nightly
 def test_many_small_modules_are_one_row(tmp_path: Path) -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
@@ -270,6 +276,7 @@ def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
     assert sorted(rows) == [outer, ("*.0.weight (1, 2)", "[16@tp,16]", "[16,16@tp]")]
 
 
+@pytest.mark.nightly
 def test_what_lies_otherwise_over_the_axis_of_the_batch_is_told(tmp_path: Path) -> None:
     ts.draw([_mesh_plan("replicate"), _mesh_plan("shard")], tmp_path / "x.html")
     told = (tmp_path / "x.html").read_text().partition('<div class="columns">')[0]
@@ -308,6 +315,7 @@ def test_what_a_figure_cant_be(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
     case = CASES["gpt"]
     torch.manual_seed(0)

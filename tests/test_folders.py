@@ -20,10 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, refused, run_ranks
+from tests.helpers import nightly, refused
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.core.words import word
+from torchshard.testing import gradient_error, run_ranks
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import read_slices
 from torchshard.weights.parts import READERS, Parts, Wanted
@@ -191,6 +192,7 @@ def _loads(rank: int, kind: str, folder: str, way: str) -> list[Any]:
     return [all(same), near, weights.read.bytes_read / own, weights.missing, weights.unused, untouched, str(weights)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("world", "way"), [(2, "real"), (3, "lazy")])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_folder_gives_what_from_pretrained_gives(kind: str, world: int, way: str, tmp_path: Path) -> None:
@@ -221,6 +223,7 @@ def _pretrained(rank: int, folder: str, dtype: str | None) -> list[Any]:
     return [all(same), all(buffers), near, sharded.training, sharded.config.model_type, drawn.shape]
 
 
+@nightly(but=["tied-None"])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("kind", ["tied", "mixtral", "phi3"])
 def test_from_pretrained_is_transformers_model(kind: str, dtype: str | None, tmp_path: Path) -> None:
@@ -246,6 +249,7 @@ def _config(**changes: Any) -> Callable[[Path], object]:
     return change
 
 
+@nightly("*class", "no file", "other sizes")
 @pytest.mark.parametrize(
     ("change", "dtype", "expected"),
     [
@@ -289,6 +293,7 @@ def _loads_plain(rank: int, folder: str, way: str) -> list[Any]:
     return [{n: t.double() for n, t in whole.items()}, [str(w.message) for w in told], sharded(x).shape]
 
 
+@nightly("3-*")
 @pytest.mark.parametrize("way", ["meta", "cast", "later"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_plain_model_gets_its_weights(way: str, world: int, tmp_path: Path) -> None:

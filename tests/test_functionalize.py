@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error
+from tests.helpers import nightly
+from torchshard.testing import gradient_error
 
 
 class _Program(nn.Module):
@@ -224,6 +225,18 @@ BODIES = [
 ]
 
 
+@nightly(
+    "*ones",
+    "*views",
+    "{'up': 'column', 'down': 'row'}-_after_a_loss",
+    "{'up': 'column', 'down': 'row'}-_chain",
+    "{'up': 'column', 'down': 'row'}-_constants",
+    "{'up': 'column', 'down': 'row'}-_overwritten",
+    "{'up': 'column', 'down': 'row'}-_through_data",
+    "{'up': 'column', 'down': 'row'}-_uneven_pieces",
+    "{'up': 'column', 'down': 'row'}-_view_of_view",
+    "{'up': 'row'}-_detached_within",
+)
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
     "plan",
@@ -424,6 +437,7 @@ def test_an_op_of_ones_own_writes_to_a_buffer_and_a_parameter() -> None:
     assert {"mean", "spread"} <= {c.name for c in report.comparisons if c.kind == "buffer"}
 
 
+@pytest.mark.nightly
 def test_fake_quantization_while_training() -> None:
     quantization = torch.ao.quantization
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).train()

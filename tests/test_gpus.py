@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import refused, run_ranks
+from tests.helpers import refused
 from tests.models import MLP
 from torchshard.capture import flatten_call
 from torchshard.capture.facts import ModelFacts
@@ -34,6 +34,7 @@ from torchshard.ir.graph import fake_mode
 from torchshard.passes import annotate, localized
 from torchshard.plans.machine import objective
 from torchshard.runtime import compilation
+from torchshard.testing import run_ranks
 
 # --- the backend that tensors travel by -------------------------------------------------------------------------------
 
@@ -192,6 +193,7 @@ def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
     return annotate(captured.graph, made)
 
 
+@pytest.mark.nightly
 def test_split_attention_does_not_draw_what_a_fused_kernel_would() -> None:
     with pytest.raises(ts.PlanError, match="split attention can't draw the dropout of a GPU's fused kernel"):
         _annotated_on("cuda", 0.1, COLUMNS)

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests import habits
-from tests.helpers import largest, refused, refused_input, run_ranks
+from tests.helpers import nightly, refused, refused_input
 from torchshard.distributed.group import Group
+from torchshard.testing import largest, run_ranks
 
 TOLERANCE = 1e-10
 PLAN = {"0": "column", "3": "row"}
@@ -555,7 +556,7 @@ def _difference(habit: Habit) -> float:
         expected, got = list(_flat(habit(model))), list(_flat(habit(sharded)))
     full = sharded.full_state_dict()
     pairs = [*zip(expected, got, strict=True), *((p, full[name]) for name, p in model.state_dict().items())]
-    return largest(float((a - b).abs().max()) for a, b in pairs)
+    return largest(*(float((a - b).abs().max()) for a, b in pairs))
 
 
 def _equals(rank: int, name: str) -> float:
@@ -563,9 +564,10 @@ def _equals(rank: int, name: str) -> float:
     return _difference(EQUAL[name])
 
 
+@nightly(but=["autograd_grad", "gradient_hooks_by_elements", "hooks_on_results"])
 @pytest.mark.parametrize("name", EQUAL)
 def test_habits_have_the_results_of_the_unsharded_model(name: str) -> None:
-    assert largest(run_ranks(_equals, 2, name)) < TOLERANCE
+    assert largest(*run_ranks(_equals, 2, name)) < TOLERANCE
 
 
 def _said(habit: Callable[[], Any]) -> list[str]:
@@ -587,6 +589,16 @@ def _warns(rank: int, text: str) -> bool:
     return found and (quiet_before or "gradients" in text or "hooks" in text)
 
 
+@nightly(
+    but=[
+        "gradients that the parameters hold already",
+        "norm(), after *",
+        "norm(), in a hook of a *",
+        "norm(), in a hook of autograd.grad",
+        "norm(), of a state dict's",
+        "norm(), of all together",
+    ]
+)
 @pytest.mark.parametrize("text", WARNED)
 def test_results_of_slices_used_as_the_whole_give_a_warning(text: str) -> None:
     assert all(run_ranks(_warns, 2, text))
@@ -599,6 +611,7 @@ def _is_quiet(rank: int, text: str) -> bool:
     return not _said(functools.partial(QUIET[text], sharded, sharded[0].weight))
 
 
+@nightly("PyTorch's own", "a call", "an optimizer")
 @pytest.mark.parametrize("text", QUIET)
 def test_correct_uses_of_slices_give_no_warning(text: str) -> None:
     assert all(run_ranks(_is_quiet, 2, text))
@@ -609,6 +622,17 @@ def _refuses(rank: int, text: str) -> bool:
     return refused_input(lambda: REFUSED[text](_pair()[1]), text.partition(" (assigned")[0].partition(" (per")[0])
 
 
+@nightly(
+    but=[
+        "*trace",
+        "a transform of torch.func",
+        "is *",
+        "layer_norm fits the whole, not",
+        "of shape (8, 1) meets this rank's slice",
+        "view fits the whole, not",
+        "within torch.jit.script",
+    ]
+)
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_slices_cannot_do_is_refused(text: str) -> None:
     assert all(run_ranks(_refuses, 2, text))
@@ -626,6 +650,16 @@ def _differs(rank: int, text: str, ending: str) -> str:
     return "nothing"
 
 
+@nightly(
+    but=[
+        "about to do different things: clipping-call",
+        "about to do different things: models-state dict",
+        "about to do different things: overflows-call",
+        "about to do different things: ts's-call",
+        "losses differ: a head-call",
+        "losses differ: labels-state dict",
+    ]
+)
 @pytest.mark.parametrize("ending", ["call", "state dict"])
 @pytest.mark.parametrize("text", DIFFERENT)
 def test_ranks_that_train_on_different_losses_are_told(text: str, ending: str) -> None:
@@ -711,5 +745,5 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 @pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "options"), MESHES)
 def test_recipes_on_meshes(ranks: int, options: dict[str, Any]) -> None:
-    for found in run_ranks(_outcomes, ranks, options, [*habits.MENDED, *habits.EQUAL], timeout_seconds=600):
+    for found in run_ranks(_outcomes, ranks, options, [*habits.MENDED, *habits.EQUAL], seconds=600):
         assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}

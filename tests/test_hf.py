@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from tests.captured import CapturedCall
+from tests.helpers import nightly
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -88,6 +89,7 @@ def _captured(name: str) -> CapturedCall:
     return CapturedCall(build().train(), (), inputs())
 
 
+@nightly(but=["llama-2"])
 @pytest.mark.parametrize(
     "name, world_size",
     [("bert", 2), ("bert", 3), ("llama", 2), ("llama", 4), ("llama_with_cache", 2), ("gpt2", 2), ("t5", 2)],
@@ -97,6 +99,7 @@ def test_parity(name: str, world_size: int) -> None:
     assert report.ok, str(report)
 
 
+@nightly("bert")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_no_more_collectives_than_megatron(name: str) -> None:
     """Per layer two reduces forward and two copies (all-reduced backward); around them only embedding and head."""

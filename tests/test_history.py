@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import BACKENDS, run_ranks
+from tests.helpers import BACKENDS, nightly
 from tests.models import MLP
 from torchshard.runtime import digests
+from torchshard.testing import run_ranks
 
 PLAN = {"up": "column", "down": "row"}
 X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
@@ -184,6 +185,7 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     return found
 
 
+@nightly("4-*")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
@@ -221,6 +223,7 @@ def _text(fn: Callable[[], Any]) -> str:
     return "silent"
 
 
+@pytest.mark.nightly
 def test_differences_on_a_device_are_reported_one_call_later() -> None:
     first, second = run_ranks(_on_another_device, 2)
     assert first == second

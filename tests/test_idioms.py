@@ -29,8 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import refused, refused_input, run_ranks
+from tests.helpers import refused, refused_input
 from torchshard.core.layouts import P, join
+from torchshard.testing import run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLAN = {"up": "column"}
@@ -581,6 +582,7 @@ def test_a_capture_for_fixed_sizes_is_told() -> None:
         _first(_Model(lambda m, x: m.up(x) * scales[x.shape[0]]))
 
 
+@pytest.mark.nightly
 def test_graphs_that_are_called_no_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchshard.runtime.compiled.MOST_GRAPHS", 3)
     model = _Model(lambda m, given: given[1](m.up(given[0])))

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks, whole_gradient
+from tests.helpers import nightly, refused, refused_input
 from tests.test_batches import Casts, _batch, _llama, _model, _own
 from torchshard.distributed.ops import OPS, wait
 from torchshard.ir.graph import placeholders
 from torchshard.passes import localized, step_graphs
+from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
 
 Mesh = dict[str, int] | None
 LENGTHS = (12, 7, 12)
@@ -83,7 +84,7 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
                     loss = loss_of(sharded, _own(batch, part))
                 loss.backward()
             for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-                found = whole_gradient(own)
+                found = full_gradient(own)
                 assert (p.grad is None) == (found is None)
                 if found is not None:
                     error = (found - p.grad).abs().max() / p.grad.abs().max().clamp(min=1)
@@ -91,6 +92,7 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
     return worst
 
 
+@nightly("2-names1-options1")
 @pytest.mark.parametrize(
     ("world", "names", "options"),
     [
@@ -108,10 +110,11 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
     ],
 )  # fmt: skip
 def test_accumulated_gradients_are_those_of_all_calls(world: int, names: list[str], options: dict[str, Any]) -> None:
-    for worst in run_ranks(_accumulated, world, names, options, timeout_seconds=300):
+    for worst in run_ranks(_accumulated, world, names, options, seconds=300):
         assert max(worst.values()) < 1e-10, worst
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", ["replicate", "shard"])
 def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
     plan = ts.plan(_model(), {}, world_size=2, data=data, example_inputs=_own(_batch(2), 0))
@@ -145,7 +148,7 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
         model.zero_grad()
         (times * model(*batch)[0]).backward()
         pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-        same = all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-10, atol=1e-12) for p, q in pairs)
+        same = all(torch.allclose(p.grad, full_gradient(q), rtol=1e-10, atol=1e-12) for p, q in pairs)
         sharded.zero_grad()
         return same
 
@@ -219,6 +222,7 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", ["replicate", pytest.param("shard", marks=pytest.mark.nightly)])
 def test_other_orders(data: str) -> None:
     for found in run_ranks(_habits, 2, data):
@@ -246,7 +250,7 @@ def _other_parameters(rank: int) -> bool:
     for first in (True, False):
         model(x, first).backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
+    return all(torch.allclose(p.grad, full_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
 
 
 def test_a_later_call_may_reach_other_parameters() -> None:
@@ -266,7 +270,7 @@ def _autocast(rank: int) -> bool:
         for loss in losses:
             loss.backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return found and all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
+    return found and all(torch.allclose(p.grad, full_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
 
 
 def test_under_autocast() -> None:

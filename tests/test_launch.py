@@ -125,6 +125,7 @@ ts.distributed.init_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_a_program_that_ends_without_ending_its_groups() -> None:
     """Gloo's threads abort, now and then, a process that ends with groups that are still there: these are not."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -146,6 +147,7 @@ def test_ranks_find_each_other() -> None:
     assert launch(_summed, 3) == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.nightly
 def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(PlanError, match="rank 1 has had enough") as caught:

@@ -65,6 +65,7 @@ def _step(local: fx.GraphModule) -> Callable[[], None]:
     return step
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "axes"),
     [

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks
+from tests.helpers import nightly, refused, refused_input
 from tests.test_batches import CASES, KINDS, PART, WAYS, _batch, _model, _model_of, _own, _train_both
 from tests.test_folders import _saved
 from torchshard.checking.check import check_program
@@ -38,6 +38,7 @@ from torchshard.passes import step_graphs
 from torchshard.plans.machine import MACHINES, Data
 from torchshard.report.explain import step_of
 from torchshard.rules import RULES, Call
+from torchshard.testing import gradient_error, largest, run_ranks
 from torchshard.weights.materialize import local_state
 from torchshard.weights.slice_values import unwatched
 
@@ -61,6 +62,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(name, mesh, HYBRID, marks=marks, id=f"{name}-{mesh}-hybrid")
 
 
+@nightly(but=["sizes-2x2-shard"])
 @pytest.mark.parametrize(("name", "mesh", "data"), [*_cases()])
 def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data: Ways) -> None:
     torch.manual_seed(0)
@@ -109,11 +111,11 @@ def _part_of_a_fixed_batch(rank: int) -> float:
     whole.square().mean().backward()
     part.square().mean().backward()
     pairs = [(part, whole[mine]), (sharded.linear.weight.grad, model.linear.weight.grad)]
-    return largest((a - b).abs().max().item() for a, b in pairs)
+    return largest(*((a - b).abs().max().item() for a, b in pairs))
 
 
 def test_of_a_batch_that_forward_fixes_a_rank_has_its_part() -> None:
-    assert largest(run_ranks(_part_of_a_fixed_batch, 2)) < 1e-12
+    assert largest(*run_ranks(_part_of_a_fixed_batch, 2)) < 1e-12
 
 
 class Positions(nn.Module):
@@ -130,6 +132,7 @@ class Positions(nn.Module):
         return h.mean(), h
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
 def test_a_length_that_one_axis_divides_is_not_split_over_the_other(mesh: dict[str, int]) -> None:
     plan = {"norm": "sequence", "up": "column", "down": "row"}
@@ -172,6 +175,7 @@ class Bank(nn.Module):
         return (self.a(x) @ self.a(self.n(bank)).T).softmax(-1)
 
 
+@nightly("10")
 @pytest.mark.parametrize("rows", [10, 16])
 def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
     torch.manual_seed(0)
@@ -203,6 +207,7 @@ def test_what_a_rank_holds_is_a_word() -> None:
     assert str(made.held["blocks.0.q.weight"]) == "(tp: S(0), dp: S(0))"
 
 
+@pytest.mark.nightly
 def test_slices_over_one_axis_are_held_alike_over_another() -> None:
     _, _, made = _program(HYBRID, PLAN)
     words = {name: text(word) for name, word in made.held.items()}
@@ -243,6 +248,7 @@ class LossOfTokens(nn.Module):
         return nn.functional.cross_entropy(logits, labels.view(-1), label_smoothing=self.smoothing)
 
 
+@nightly("0.1")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: float) -> None:
     model, mesh, batch = LossOfTokens(smoothing).double(), {"dp": 2, "tp": 2}, _batch(2)
@@ -282,6 +288,7 @@ class Sine(nn.Module):
         return x.sin()
 
 
+@pytest.mark.nightly
 def test_operators_of_a_replacement_have_rules_over_the_next_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     sine = torch.ops.aten.sin.default
 
@@ -306,6 +313,7 @@ def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
         assert {c.name for c in of_axis.costs.collectives} == {"copy"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
 def test_a_missing_sum_over_any_axis_is_seen(data: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a `copy` all results are exact, and some gradients are those of a part alone."""
@@ -330,6 +338,7 @@ def test_a_missing_sum_over_any_axis_is_seen(data: Ways, monkeypatch: pytest.Mon
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
 
 
+@pytest.mark.nightly
 def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
     _, _, made = _program("replicate", PLAN | {"blocks.*.n?": "sequence"})  # norms' gradients are summed over both
     (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
@@ -401,7 +410,7 @@ def _trained(
             other.load_state_dict(slices)
             worst["slices"] = _worst(other.full_state_dict(), whole)
     expected = stepped(sharded, trained)
-    worst["steps after loading"] = largest(_worst(found, expected) for found in after)
+    worst["steps after loading"] = largest(*(_worst(found, expected) for found in after))
     sharded.load_full_state_dict(whole)
     worst["whole"] = _worst(sharded.full_state_dict(), whole)
     return worst
@@ -432,6 +441,7 @@ def _clipped(rank: int, data: Data) -> list[float]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"])
 def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
     for found in run_ranks(_clipped, 4, data):
@@ -469,6 +479,7 @@ def _beside(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_models_on_other_meshes_of_the_same_ranks() -> None:
     for found in run_ranks(_beside, 4):
         assert all(value if isinstance(value, bool) else value < 1e-9 for value in found.values()), found
@@ -497,6 +508,7 @@ def _of_one(rank: int) -> dict[str, Any]:
     return found | {"told": told}
 
 
+@pytest.mark.nightly
 def test_an_axis_of_one_rank() -> None:
     for found in run_ranks(_of_one, 2):
         assert all(value if isinstance(value, bool) else value < 1e-10 for value in found.values()), found
@@ -527,25 +539,27 @@ def _read(rank: int, folder: str) -> dict[str, Any]:
     return found | {"bytes": sharded.weights.read.bytes_read / held / 4, "share": held / all_}  # of files in float32
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "bound"),
     [("tied", 1e-9), pytest.param("phi3", 1e-6, marks=pytest.mark.nightly)],  # phi3's norms compute in float32
 )
 def test_a_folder_is_read_and_written_in_slices_of_slices(kind: str, bound: float, tmp_path: Path) -> None:
     _saved(kind, tmp_path / "model")
-    for found in run_ranks(_read, 4, str(tmp_path / "model"), timeout_seconds=300):
+    for found in run_ranks(_read, 4, str(tmp_path / "model"), seconds=300):
         assert found["read"] == 0
-        assert largest(found[name] for name in ("trained", "written", "by DCP")) < bound, found
+        assert largest(*(found[name] for name in ("trained", "written", "by DCP"))) < bound, found
         assert found["bytes"] == 1 and found["share"] < 0.35, found
 
 
 def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    return largest((found[name] - expected[name]).abs().max().item() for name in expected)
+    return largest(*((found[name] - expected[name]).abs().max().item() for name in expected))
 
 
 SIZES = ((2, 2), (2, 3), (3, 2))
 
 
+@nightly("hsdp")
 @pytest.mark.parametrize(
     ("mesh", "data", "kinds"),
     [
@@ -562,10 +576,8 @@ SIZES = ((2, 2), (2, 3), (3, 2))
 def test_training_is_that_on_the_whole_batch(
     mesh: dict[str, int], data: dict[str, Data], kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for worst in run_ranks(
-        _trained, math.prod(mesh.values()), mesh, data, kinds, str(tmp_path / "saved"), timeout_seconds=900
-    ):
-        assert largest(worst.values()) < 1e-9, worst
+    for worst in run_ranks(_trained, math.prod(mesh.values()), mesh, data, kinds, str(tmp_path / "saved"), seconds=900):
+        assert largest(*worst.values()) < 1e-9, worst
 
 
 def _wrong(rank: int, way: Data) -> dict[str, bool]:
@@ -613,9 +625,10 @@ def _wrong(rank: int, way: Data) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["replicate", pytest.param("shard", marks=pytest.mark.nightly)])
 def test_ranks_that_differ_are_told_on_every_rank(way: Data) -> None:
-    for found in run_ranks(_wrong, 4, way, timeout_seconds=300):
+    for found in run_ranks(_wrong, 4, way, seconds=300):
         assert all(found.values()), found
 
 
@@ -654,6 +667,7 @@ def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and not read_mesh(4, {"dp": 4}, "shard").divisions
 
 
+@pytest.mark.nightly
 def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     model, batch, mesh = _model(p=0.0), _batch(2), {"dp": 2, "tp": 2}
     part = _own(batch, 0)
@@ -671,6 +685,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
         ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"])
 def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     (model, _, made), part = _program(data, PLAN), _own(_batch(2), 0)
@@ -691,6 +706,7 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     assert ts.Plan.from_json(plan.to_json()).batch == batch
 
 
+@pytest.mark.nightly
 def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
     """What was learnt meanwhile of its sizes, that they are a number of parts, changes nothing."""
     _, _, made = _program("shard", PLAN)
@@ -726,6 +742,7 @@ def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
     assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
 
 
+@nightly("shard_grad_op")
 @pytest.mark.parametrize("data", [pytest.param("shard", marks=pytest.mark.nightly), "shard_grad_op", "replicate"])
 def test_a_limit_of_memory_counts_what_all_axes_divide(data: Data) -> None:
     """The axis of the weights is planned first, and its plan has to fit with slices that later axes make."""

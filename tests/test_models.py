@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.captured import captured_case
+from tests.helpers import nightly
 from tests.models import CASES
 from torchshard.core.layouts import Shard
 
@@ -22,6 +23,35 @@ def _on_ranks(name: str, world_size: int) -> Any:
     return pytest.param(name, world_size, marks=[pytest.mark.quick] if is_quick else [])
 
 
+@nightly(
+    but=[
+        "*heads-3",
+        "attention-1",
+        "attention-2",
+        "attention-4",
+        "attention_7_*",
+        "attention_dropout-2",
+        "conv_columns-3",
+        "dense_moe-2",
+        "dense_moe-3",
+        "fused_by_split-2",
+        "fused_by_split-3",
+        "fused_by_split-4",
+        "fused_by_split_7_heads-4",
+        "fused_by_view-*",
+        "fused_by_view_5_heads-2",
+        "fused_by_view_5_heads-4",
+        "fused_per_*",
+        "gpt-2",
+        "gqa_1_kv_head-2",
+        "gqa_1_kv_head-4",
+        "gqa_2_kv_heads-1",
+        "gqa_2_kv_heads-2",
+        "mlp-*",
+        "mlp_*",
+        "writes-3",
+    ]
+)
 @pytest.mark.parametrize("name, world_size", [_on_ranks(name, world) for name in CASES for world in (1, 2, 3, 4)])
 def test_parity(name: str, world_size: int) -> None:
     report = captured_case(name).check(CASES[name].plan, world_size)
@@ -33,6 +63,18 @@ def test_parity(name: str, world_size: int) -> None:
     assert compared["output"] and compared["parameter gradient"] == trained
 
 
+@nightly(
+    but=[
+        "*7_heads",
+        "conv_columns",
+        "dense_moe",
+        "fused_by_view",
+        "fused_by_view_5_heads",
+        "fused_per_head",
+        "mlp_uneven",
+        "recurrent",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_auto_is_exact(name: str) -> None:
     """Outputs and every gradient, without a word of annotation; on 3 ranks, which no size here divides by."""
@@ -51,6 +93,7 @@ def test_ts_check_captures_by_itself() -> None:
     assert report.ok and report.comparisons == same.comparisons
 
 
+@pytest.mark.nightly
 def test_more_ranks_than_there_is_to_split() -> None:
     report = captured_case("gpt").check(CASES["gpt"].plan, 64)
     assert report.ok, str(report)

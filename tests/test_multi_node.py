@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import largest, run_ranks
 from tests.test_examples import EXAMPLES, check_gpt
 from torchshard.core.layouts import split
 from torchshard.distributed.process_groups import _common_name
+from torchshard.testing import largest, run_ranks
 
 NAMESPACES = [
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"),
@@ -58,6 +58,7 @@ def _missing() -> str:
     return "" if made.returncode == 0 else f"this process may not make them: {made.stderr.strip()}"
 
 
+@pytest.mark.nightly
 def test_two_hosts() -> None:
     reason = _missing()
     if reason:
@@ -88,11 +89,11 @@ def _data_parallel_across(rank: int) -> float:
         assert parameter.grad is not None and grads[name] is not None
         errors.append((parameter.grad - split(grads[name], model.layouts[name], tsd.get_rank(), 2)).abs().max().item())
     assert tsd.get_rank() == rank % 2 and len(errors) == len(grads)
-    return largest(errors)
+    return largest(*errors)
 
 
 def test_data_parallel_across_model_parallel_groups() -> None:
-    assert largest(run_ranks(_data_parallel_across, 4)) < 1e-10
+    assert largest(*run_ranks(_data_parallel_across, 4)) < 1e-10
 
 
 def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.compiled import compiled, planned_as
+from tests.helpers import nightly
 from tests.models import CASES
 from torchshard import passes
 from torchshard.capture import flatten_call
@@ -79,6 +80,7 @@ def _caught(model: Any, made: Program, graph: fx.GraphModule, inputs: tuple[Any,
     return "both" if verified and not report.ok else "check" if not report.ok else ""
 
 
+@nightly(but=["attention-torch.float64", "gqa_1_kv_head-torch.float64"])
 @pytest.mark.parametrize(
     "name, dtype",
     [
@@ -321,6 +323,7 @@ class _Chooses(nn.Module):
         return self.down(h * (h == h.amax(-1, keepdim=True)))
 
 
+@nightly("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
     """The gradient of a key bias is noise alone, that of a value bias is not; a choice stays a choice."""
@@ -389,6 +392,7 @@ def _on_the_edge(x: Tensor) -> _OnTheEdge:
     return model
 
 
+@nightly("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
     x = torch.rand(3, 6).to(dtype)
@@ -435,6 +439,7 @@ class _Scaled(nn.Module):
         return y
 
 
+@nightly("*float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_capture_fault_hidden_by_rounding_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -511,6 +516,7 @@ def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
         trial.sharded(graphs, made)
 
 
+@pytest.mark.nightly
 def test_copy_and_reduce_swapped() -> None:
     model, made, inputs = _made("gpt")
     for node in _collectives(made.graph):
@@ -534,6 +540,7 @@ def test_a_fused_weight_cut_across_its_blocks(name: str) -> None:
     assert not check_program(model, wrong, made.graph, inputs, {}).ok
 
 
+@nightly(but=["conv"])
 @pytest.mark.parametrize("name", ["gpt_vocab_unsplit", "conv", "encoder_decoder"])
 def test_a_wrong_dim(name: str) -> None:
     model, made, inputs = _made(name, world_size=4)

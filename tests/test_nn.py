@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 import torchshard.nn.functional as tsf
-from tests.helpers import run_ranks
 from torchshard.core.layouts import Shard, split
 from torchshard.nn import one_op
 from torchshard.nn.modules import EMBEDDING_DIMS, LINEAR_DIMS
+from torchshard.testing import run_ranks
 from torchshard.weights.parameter import ShardedParameter
 
 TOLERANCE = 1e-10
@@ -132,6 +132,7 @@ def _functions(rank: int, group_size: int) -> tuple[int, list[str]]:
     return len(claims), [what for what, holds in claims if not holds]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world, group_size", [(3, -1), (4, 2)])
 def test_functions(world: int, group_size: int) -> None:
     for count, wrong in run_ranks(_functions, world, group_size):

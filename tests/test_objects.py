@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
 from torchshard.distributed.objects import decode, encode
+from torchshard.testing import run_ranks
 
 _plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 _hashable = st.none() | st.booleans() | st.integers() | st.text() | st.tuples(st.integers(), st.text())
@@ -34,6 +34,7 @@ def _spelt(data: Any) -> Any:
     return type(data).__name__, repr(data)
 
 
+@pytest.mark.nightly
 @given(_any)
 @settings(max_examples=300, deadline=None)
 def test_objects_arrive_as_they_were_sent(data: Any) -> None:

@@ -103,6 +103,7 @@ def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
         assert part in said["panel"], part
 
 
+@pytest.mark.nightly
 def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     text = _page(tmp_path, compiled_case("gpt"))
     assert not re.search(r"src\s*=|href\s*=(?!\"#)|@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
@@ -124,6 +125,7 @@ def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_pat
     assert all(number < len(facts["texts"]) for _, *numbers in of_rows for number in numbers)
 
 
+@pytest.mark.nightly
 def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
     text = _page(tmp_path, compiled_case("gpt"), compiled_case("gpt", 3).plan)
     assert text.count("<section>") == 2 and "2 ranks, cpu-gloo and 3 ranks, cpu-gloo" in text

@@ -22,7 +22,7 @@ import torchshard as ts
 import torchshard.runtime.step
 from tests.captured import CapturedCall
 from tests.compiled import compiled, planned_as
-from tests.helpers import BACKENDS, allocated, run_ranks
+from tests.helpers import BACKENDS, allocated, nightly
 from tests.models import CASES, GPT, MLP
 from torchshard.capture import Captured
 from torchshard.compiler.memory import predicted_memory
@@ -30,6 +30,7 @@ from torchshard.compiler.program import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
 from torchshard.plans.machine import objective, read_machine, size_text, time_text
+from torchshard.testing import run_ranks
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
@@ -50,6 +51,7 @@ def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> None:
     made = _gpt()
     made.save(tmp_path / "plan.json")
@@ -60,6 +62,7 @@ def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> Non
     assert again == made and again.costs.collectives == made.costs.collectives
 
 
+@pytest.mark.nightly
 def test_a_plan_brings_its_machine_unless_one_is_named(tmp_path: Path) -> None:
     machine = ts.Machine("mine", 1e12, 1e11, 1e9, domain=4)
     made = _gpt(machine=machine)
@@ -145,6 +148,7 @@ def test_these_are_the_fields_of_a_plan_file() -> None:
     assert list(_mlp_and_body()[1]) == FIELDS
 
 
+@nightly("choices", "machine", "stored")
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> None:
     """Every value in turn gone wrong: a typed error when it is read or planned, or a plan that computes right."""
@@ -205,6 +209,7 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe", "plan.json"]
 
 
+@pytest.mark.nightly
 def test_diff_shows_the_changes_and_their_costs() -> None:
     case = CASES["gpt"]
     model = case.build()
@@ -243,6 +248,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
             wrong()
 
 
+@pytest.mark.nightly
 def test_a_weight_pinned_whole_does_not_allow_others_to_stay_whole() -> None:
     case = CASES["gpt"]
     pinned = {"head": "replicate", "tok": "replicate"}
@@ -266,6 +272,7 @@ class _Linears(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.nightly
 def test_styles_of_hugging_face_and_dtensor_are_accepted() -> None:
     plan = {"tok": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
     made = ts.plan(_Linears(), plan, world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
@@ -455,6 +462,7 @@ def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> 
     assert copied.backward.seconds == pytest.approx(1e-6)  # what a rank does to launch it is not hidden
 
 
+@pytest.mark.nightly
 def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
     busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
@@ -526,6 +534,7 @@ def _measured(rank: int) -> tuple[ts.Machine, float]:
     return machine, ts.shard(model, "auto", (x,), machine=machine).plan.costs.seconds
 
 
+@pytest.mark.nightly
 def test_all_ranks_measure_the_same_machine() -> None:
     (machine, seconds), (other, _) = run_ranks(_measured, 2)
     assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
@@ -541,6 +550,7 @@ def test_a_machine_of_one_rank_is_measured_alone() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
     free = _gpt(memory="1GiB")
     tight = predicted_memory(free.graph, free)["peak"]
@@ -632,12 +642,14 @@ MORE = ["qwen2", "gpt2", "opt", "neox", "olmo2", "gpt2 recomputed"]
 """More models, in `make nightly`."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [*MEASURED, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
 def test_the_predicted_peak_is_the_allocators(name: str) -> None:
     predicted, measured = run_ranks(_peaks, 2, name)[0]
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("pins", [{"tok": "vocab"}, {"head": "column"}, {"tok": 1}])
 def test_one_rank_takes_pins_of_a_tied_weight(pins: dict[str, Any]) -> None:
     """There nothing is split by itself; the ops beside a pinned one take the weight as it does."""
@@ -693,6 +705,7 @@ def _peaks_by_whole_layers() -> list[float]:
     return [_peak(_alike_with_whole_layers(count)) for count in range(LAYERS + 1)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.65, 0.75, 0.95])
 def test_of_equal_layers_as_many_stay_whole_as_fit(share: float) -> None:
     peaks = _peaks_by_whole_layers()
@@ -715,6 +728,7 @@ def test_a_plan_that_is_given_must_fit_too() -> None:
         _alike(plan=made, memory="1KiB")
 
 
+@pytest.mark.nightly
 def test_the_next_best_plan_is_reported_within_the_time_limit() -> None:
     """What else there is under the same limit is no faster; a pin that is dear under a limit is named."""
     fast, small = _alike(memory="1GiB"), _alike()
@@ -725,6 +739,7 @@ def test_the_next_best_plan_is_reported_within_the_time_limit() -> None:
     assert "makes a step slower" in ts.explain(pinned)
 
 
+@pytest.mark.nightly
 def test_a_loaded_plan_is_explained_with_its_alternatives() -> None:
     made = _gpt()
     again = _gpt(plan=ts.Plan.from_json(made.to_json()))

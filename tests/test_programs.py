@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchshard as ts
-from tests.helpers import largest, run_ranks
+from tests.helpers import nightly
 from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts, written
 from torchshard.compiler.program import prepared
 from torchshard.core.notation import Row
 from torchshard.rules import RULES, Call
+from torchshard.testing import largest, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")
 
@@ -62,6 +63,7 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     assert report.ok, f"{report}\n{text}"
 
 
+@pytest.mark.nightly
 def test_a_wrong_rule_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that takes a rank's partial sum for the whole sum."""
     right = RULES[aten.linear.default]
@@ -116,12 +118,13 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
         expected, got = _sgd(model, inputs), _sgd(sharded, inputs)
         whole = sharded.full_state_dict()
         found[seed] = (
-            largest(_difference(a, b) for a, b in zip(expected, got, strict=True)),
-            largest(_difference(t, whole[name]) for name, t in model.state_dict().items()),
+            largest(*(_difference(a, b) for a, b in zip(expected, got, strict=True))),
+            largest(*(_difference(t, whole[name]) for name, t in model.state_dict().items())),
         )
     return found
 
 
+@nightly("3", "4")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs_on_real_ranks(world: int) -> None:
     """Forward, backward and a step of SGD, and forward again."""
@@ -130,5 +133,5 @@ def test_programs_on_real_ranks(world: int) -> None:
     assert len(seeds) >= 4
     for ranks in run_ranks(_steps, world, world, seeds):
         assert ranks.keys() == set(seeds)
-        wrong = {seed: errors for seed, errors in ranks.items() if not largest(errors) <= 1e-9}
+        wrong = {seed: errors for seed, errors in ranks.items() if not largest(*errors) <= 1e-9}
         assert not wrong, "\n".join(f"{seed}: {errors}\n{drawn(seed)}" for seed, errors in wrong.items())

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 from tests.captured import CapturedCall
 from tests.compiled import planned_as
-from tests.helpers import run_ranks
+from tests.helpers import nightly
 from torchshard.compiler.program import prepared
 from torchshard.plans.machine import objective
 from torchshard.rules import RULES
+from torchshard.testing import run_ranks
 
 
 class _Draws(nn.Module):
@@ -89,6 +90,26 @@ def _captured(body: Callable[[Tensor], Tensor]) -> CapturedCall:
     return CapturedCall(_Draws(body), (torch.randn(3, 5, 6),))
 
 
+@nightly(
+    but=[
+        "*'column'}-1",
+        "*'row'}-1",
+        "*'row'}-2",
+        "_bernoulli-*-2",
+        "_bernoulli-*-3",
+        "_expanded-{'up': *",
+        "_expanded-{}-2",
+        "_in_place-*-2",
+        "_in_place-{'up': 'column', 'down': 'row'}-3",
+        "_lies_transposed-{'up': 'row', *",
+        "_like-*-2",
+        "_like-*-3",
+        "_permuted_thrice-{'up': 'row', *",
+        "_plain-*-2",
+        "_plain-{'up': 'column', 'down': 'row'}-3",
+        "_transposed-{'up': 'row', *",
+    ]
+)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("plan", [{}, {"up": "column", "down": "row"}, {"up": "row", "down": "column"}], ids=str)
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
@@ -126,6 +147,7 @@ def test_dropout_behind_a_change_of_memory_format(plan: dict[str, str]) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.nightly
 def test_dropout_of_channels_last_tensors() -> None:
     torch.manual_seed(0)
     model = _Image().to(memory_format=torch.channels_last)
@@ -196,6 +218,7 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bit_for_bit_in_forward_recomputation_and_after_a_restart(world: int) -> None:
     for found in run_ranks(_on_real_ranks, world, world):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.compiled import compiled
-from tests.helpers import largest, refused, run_ranks
+from tests.helpers import nightly, refused
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
 from torchshard.compiler.memory import predicted_memory
@@ -26,6 +26,7 @@ from torchshard.core.layouts import split
 from torchshard.core.paths import outermost
 from torchshard.ir.graph import nbytes
 from torchshard.passes import Partition
+from torchshard.testing import kept_graphs, largest, run_ranks
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
 """Models, and globs of what is computed again."""
@@ -38,6 +39,7 @@ def _saved(parts: Partition) -> float:
     return sum(nbytes(results[name].meta["val"]) for name in parts.saved if name in results and name not in known)
 
 
+@nightly(but=["conv"])
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_gradients_are_those_of_autograd(name: str) -> None:
     worst, parts = compared(name, 3, RECOMPUTED[name])
@@ -128,11 +130,12 @@ def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
     (kept, before), (losses, after) = (_trained(each, batch) for each in sharded)
     (wanted, full), (_, fewer) = (_trained(each, batch) for each in unsharded)
     state, expected = sharded[1].full_state_dict(), unsharded[0].state_dict()
-    worst = largest(float((state[name] - expected[name]).abs().max()) for name in expected)
+    worst = largest(*(float((state[name] - expected[name]).abs().max()) for name in expected))
     worst = largest(worst, *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
     return worst, float(kept == losses), after / before, fewer / full
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "recompute", "hugging face"])
 def test_training_is_the_same_and_saves_less(kind: str) -> None:
     """Masks are bit for bit those of the graph that keeps all."""
@@ -174,6 +177,7 @@ class _Layers(nn.Module):
 SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("batch", "again"), [(512, True), (2, False)])
 def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
     """Many activations: layers are computed again, and no more of them than it takes. Many weights: they are split."""
@@ -204,6 +208,7 @@ class _KeptWhole(nn.Module):
         return checkpoint(lambda y: Reversal.apply(self.up(y)), x, use_reentrant=False)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 4)
     ts.shard(_KeptWhole(), {}, (x,))(x).sum().backward()
@@ -245,16 +250,18 @@ def _stages(rank: int) -> float:
     for call in (model, sharded):
         first, *_, last = call(x)
         (first.sin().sum() + last.square().sum()).backward()
-    assert all(made.training(None).has_graphs for made in sharded._ts_graphs)
+    assert all(kept.has_step_graphs for kept in kept_graphs(sharded))
     grads = {n: p.grad for n, p in model.named_parameters()}
     return largest(
-        float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
-        for n, p in sharded.named_parameters()
+        *(
+            float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
+            for n, p in sharded.named_parameters()
+        )
     )
 
 
 def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
-    assert largest(run_ranks(_stages, 2)) < 1e-12
+    assert largest(*run_ranks(_stages, 2)) < 1e-12
 
 
 class _ReturnsItsBias(nn.Module):

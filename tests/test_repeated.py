@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchshard as ts
+from tests.helpers import nightly
 from tests.models import Reversal
 from torchshard.capture import flat
 from torchshard.capture.equal_layers import equal_layers
@@ -154,6 +155,7 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@nightly(but=["layers"])
 @pytest.mark.parametrize("name", EQUAL)
 def test_most_layers_are_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -393,6 +395,9 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@nightly(
+    but=["has a class with a default for its number", "has a hook", "is put in eval mode", "reads its part's number"]
+)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_layers_that_differ_are_traced(name: str) -> None:
     torch.manual_seed(0)
@@ -419,6 +424,7 @@ def _is_last(layer: nn.Module) -> bool:
     return any(layer is one for one in _LAST)
 
 
+@pytest.mark.nightly
 def test_what_the_last_layer_tells(caplog: pytest.LogCaptureFixture) -> None:
     model = Stack(Last)
     _LAST[:] = [model.layers[-1]]
@@ -437,6 +443,7 @@ def test_pytorchs_cache_is_kept_where_most_ops_repeat_an_earlier_one() -> None:
         assert isinstance(mode, FakeTensorMode) and mode.cache_enabled is recur
 
 
+@pytest.mark.nightly
 def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python code does in the layers between is not seen, so that it serves for plans alone."""
     asked: list[bool] = []

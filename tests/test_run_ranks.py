@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import PATIENCE, run_ranks
+from tests.helpers import nightly
 from torchshard.rules import RULES
+from torchshard.testing import PATIENCE, run_ranks
 
 aten = torch.ops.aten
 
@@ -76,6 +77,7 @@ def _fail(rank: int, how: str, folder: str) -> None:
     dist.barrier()
 
 
+@nightly("hangs-*")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -88,7 +90,7 @@ def _fail(rank: int, how: str, folder: str) -> None:
 def test_a_call_that_fails_is_reported_and_the_next_one_works(how: str, text: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_fail, 2, how, str(tmp_path), timeout_seconds=2.0 if how == "hangs" else 60.0)
+        run_ranks(_fail, 2, how, str(tmp_path), seconds=2.0 if how == "hangs" else 60.0)
     assert time.monotonic() - started < 30
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):

@@ -30,13 +30,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.helpers import NO_MEMORY, PATIENCE, run_ranks, run_survivors
+from tests.helpers import NO_MEMORY, nightly
 from torchshard import distributed as tsd
 from torchshard.distributed.launch import _free_port
 from torchshard.distributed.memory import Unreachable, exchanges, segment
 from torchshard.distributed.memory import backend as memory_backend
 from torchshard.distributed.memory.regions import ALIGNMENT, Regions
 from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment
+from torchshard.testing import PATIENCE, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
@@ -529,13 +530,15 @@ def test_survivors_of_a_rank_are_told(how: str, text: str) -> None:
     _check_survivors(how, text, 0.1)
 
 
+@nightly(but=["0", "1", "2", "3"])
 @pytest.mark.parametrize("moment", range(200))
 def test_survivors_of_a_rank_killed_at_any_moment_are_told(moment: int) -> None:
     _check_survivors("SIGKILL", "its process has ended", random.Random(moment).uniform(0.01, 0.05))
 
 
 def _check_survivors(how: str, text: str, seconds: float) -> None:
-    for found, took, values in run_survivors(_survives, 3, 1, getattr(signal, how), seconds, backend="memory"):
+    given = getattr(signal, how), seconds
+    for found, took, values in run_ranks(_survives, 3, *given, lost=1, seconds=60.0, backend="memory"):
         assert "rank 1: " in found and text in found and values == "[1.0]"
         assert took < 5 * PATIENCE
 
@@ -640,7 +643,7 @@ def _trains_long(rank: int) -> list[tuple[int, int, int, int]]:
 
 
 def test_memory_stays_flat_over_ten_thousand_steps() -> None:
-    for samples in run_ranks(_trains_long, 2, timeout_seconds=600, backend="memory"):
+    for samples in run_ranks(_trains_long, 2, seconds=600, backend="memory"):
         blocks, held, *others = zip(*samples, strict=True)
         for numbers, per_step in ((blocks, 0.1), (held, 10.0)):
             # the median: a test runner allocates too, once in a while

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.compiled import planned_as
+from tests.helpers import nightly
 from torchshard.capture import Captured
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import Program, prepared
@@ -51,6 +52,7 @@ def _held(made: Program, name: str) -> list[int]:
     return [local_size(parts, rank, world) for rank in range(world)]
 
 
+@nightly(but=["8-3"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_kv_heads_beside_ranks(kv_heads: int, world: int) -> None:
@@ -61,6 +63,7 @@ def test_kv_heads_beside_ranks(kv_heads: int, world: int) -> None:
     assert layers and all(p != I for p in layers)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("heads, most", [(7, 4), (28, 16)])
 def test_heads_that_eight_ranks_do_not_share_evenly(heads: int, most: int) -> None:
     """No head is cut in two: seven of them leave the eighth rank without one."""
@@ -89,6 +92,7 @@ def test_vocabularies_that_do_not_divide(vocabulary: int, hidden: int, world: in
     assert report.ok, str(report)
 
 
+@nightly("5-*")
 @pytest.mark.parametrize("head, inner, world", [(5, 13, 2), (3, 7, 3), (5, 13, 4)])
 def test_hidden_sizes_that_do_not_divide(head: int, inner: int, world: int) -> None:
     """Rotary embeddings want heads of even sizes; this model has none."""
@@ -100,6 +104,7 @@ def test_hidden_sizes_that_do_not_divide(head: int, inner: int, world: int) -> N
     _check(model, prepared(model, (), _ids(2, 5, 31)), world, _ids(2, 5, 31))
 
 
+@nightly("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_any_batch_and_length(world: int) -> None:
     model, captured = _llama(6, 2)

@@ -24,10 +24,11 @@ from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.helpers import refused_input, run_ranks
+from tests.helpers import refused_input
 from torchshard.core.layouts import Part, Shard
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.words import Word, split, word
+from torchshard.testing import run_ranks
 from torchshard.weights.following import Lost, SliceType, follow
 
 TP, DP = MeshAxis(2, "tp"), MeshAxis(2, "dp")

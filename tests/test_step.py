@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.captured import captured_case
 from tests.compiled import compiled, planned_as
-from tests.helpers import largest, run_ranks
+from tests.helpers import nightly
 from tests.models import CASES, GPT
 from torchshard.capture import flatten_call
 from torchshard.checking import lockstep
@@ -32,6 +32,7 @@ from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, placeholders
 from torchshard.passes import Partition, direct, schedule, segments, step_graphs
 from torchshard.plans.machine import objective
+from torchshard.testing import kept_graphs, largest, run_ranks
 from torchshard.weights.materialize import local_state
 
 
@@ -116,6 +117,7 @@ WITHOUT = {"recurrent": "steps of a layer"}
 """Models without a graph of the backward."""
 
 
+@nightly("conv", "dense_moe", "fused_by_split", "gpt")
 @pytest.mark.parametrize(
     "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in CASES if n not in WITHOUT]
 )
@@ -125,6 +127,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
     assert all(sent(each.backward) == sent(parts[0].backward) for each in parts)
 
 
+@pytest.mark.nightly
 def test_a_model_without_values_takes_the_same_memory() -> None:
     """On the meta device PyTorch records no gradient of some ops, a loss among them."""
     held = []
@@ -136,6 +139,7 @@ def test_a_model_without_values_takes_the_same_memory() -> None:
     assert held[0] == held[1] and held[0]["activations"] > 0
 
 
+@pytest.mark.nightly
 def test_recordings_are_freed_with_their_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 4),), memory="1GiB")
@@ -256,6 +260,7 @@ USES = {
 }  # fmt: skip
 
 
+@nightly(but=["of each result", "twice", "two calls"])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor], list[Tensor | None]]) -> None:
     torch.manual_seed(0)
@@ -271,7 +276,7 @@ def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor],
         for wanted, got in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     if use is not _of_each_result:
-        assert next(iter(sharded._ts_graphs)).training(None).has_graphs
+        assert kept_graphs(sharded)[0].has_step_graphs
 
 
 def test_changes_in_place_that_autograd_refuses_are_refused() -> None:
@@ -302,10 +307,11 @@ def _steps(rank: int) -> tuple[float, bool]:
             each(ids, labels=ids)["loss"].backward()
             optimizer.step()
     wanted, found = model.state_dict(), sharded.full_state_dict()
-    worst = largest(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-    return worst, next(iter(sharded._ts_graphs)).training(None).has_graphs
+    worst = largest(*(float((found[name] - wanted[name]).abs().max()) for name in wanted))
+    return worst, kept_graphs(sharded)[0].has_step_graphs
 
 
+@nightly("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_on_ranks(world: int) -> None:
     for worst, has_graphs in run_ranks(_steps, world):
@@ -411,6 +417,7 @@ def test_a_kernel_gets_contiguous_memory() -> None:
     ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
 
 
+@nightly("bicubic")
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> None:
     """Of an upsampling that is the last op of a part, the last nodes recorded are erased."""
@@ -527,6 +534,7 @@ def _keeps_memory(begin: fx.Node) -> bool:
     return False
 
 
+@nightly("gpt")
 @pytest.mark.parametrize("name", ["gpt", "attention"])
 def test_only_memory_that_nobody_else_reads_is_taken(name: str) -> None:
     case = captured_case(name)
@@ -550,6 +558,7 @@ def test_memory_that_others_read_is_not_taken() -> None:
     assert [n.target.in_place for n in graph.nodes if isinstance(n.target, Begin)] == [False, False]
 
 
+@pytest.mark.nightly
 def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
     """Sizes are recorded when they are asked for, as one that is a result, behind all else."""
     sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}

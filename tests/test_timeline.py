@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from torchshard.core.layouts import I, P
 from torchshard.planner.timeline import Messages, Work, course
 from torchshard.plans.data import Collective, Sent
@@ -84,6 +85,7 @@ MESHES = [
 ]
 
 
+@nightly(but=["{'dp': 2, 'tp': 2}-shard"])
 @pytest.mark.parametrize(("mesh", "data"), MESHES, ids=str)
 def test_of_a_plan(mesh: dict[str, int], data: Any) -> None:
     """With a link that takes no time a step is its computation; else it hides a part of what is sent."""

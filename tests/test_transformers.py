@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.compiled import compiled, planned_as
+from tests.helpers import nightly
 from torchshard.capture import Captured
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
@@ -103,6 +104,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[Any, ...]], int]] = {
 """What -> (model, calls that one graph serves, ranks)."""
 
 
+@nightly(but=["attention, a mask for each head"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_is_exact_for_any_batch_and_length(name: str) -> None:
     build, calls, world_size = CASES[name]
@@ -135,6 +137,7 @@ def _captured_stack(kind: str) -> tuple[nn.Module, Captured]:
     return model, prepared(model, (x,) * inputs)
 
 
+@nightly(but=["encoder-8"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("kind", STACKS)
 def test_a_layer_sends_as_much_as_megatrons(kind: str, world_size: int) -> None:

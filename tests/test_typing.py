@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
+import pytest
 from mypy import api
 
 from torchshard.planner.styles import WORDS, StyleWord
@@ -32,6 +33,7 @@ WRONG = {
 }
 
 
+@pytest.mark.nightly
 def test_typos_are_type_errors(tmp_path: Path) -> None:
     file, lines = tmp_path / "user.py", RIGHT.splitlines()
     file.write_text("\n".join([*lines, *WRONG]) + "\n")

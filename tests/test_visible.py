@@ -27,12 +27,13 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, refused, run_ranks
+from tests.helpers import nightly, refused
 from torchshard.capture import Watch
 from torchshard.capture.attributes import attributes
 from torchshard.capture.visible import visible_to
 from torchshard.capture.watch import ObjectNumbers
 from torchshard.core.user_files import is_user_file
+from torchshard.testing import gradient_error, largest, run_ranks
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 SCALE = 1.0
@@ -133,17 +134,18 @@ def pair() -> Iterator[tuple[Any, Any]]:
     SCALE, _Sees.factor, _Sees.forward = 1.0, 1.0, forward  # type: ignore[method-assign]
 
 
+@nightly("a dict in an object", "a global", "a list", "a set")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     model, sharded = pair
     before = sharded(X)
-    assert torch.equal(before, model(X)) and sharded._ts_graphs.captures == 1
+    assert torch.equal(before, model(X)) and sharded.captures == 1
     CHANGES[change](sharded)
     if torch.equal(model(X), before):
         CHANGES[change](model)  # it has one of its own
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected), change
-    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2 and torch.equal(sharded(X), expected) and sharded.captures == 2
 
 
 # --- code, and less common holders of values -------------------------------------------------------------------------
@@ -417,6 +419,19 @@ def own_process_group() -> Iterator[None]:
     ts.distributed.destroy_process_group()
 
 
+@nightly(
+    "a global behind a decorator",
+    "a layer that is no submodule",
+    "a partial's keywords",
+    "a value of a weak dict",
+    "an array of a subclass",
+    "an attribute of a function",
+    "an attribute that hides a base's",
+    "what a dict's method reads",
+    "what a method reads by getattr",
+    "what is referenced weakly",
+    "which of two objects",
+)
 @pytest.mark.parametrize("kind", HELD)
 def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group: None, monkeypatch: Any) -> None:
     monkeypatch.setenv("FACTOR", "2")
@@ -434,7 +449,7 @@ def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group
     change()
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected)
-    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2 and torch.equal(sharded(X), expected) and sharded.captures == 2
 
 
 class _ReadsGlobal:
@@ -493,7 +508,7 @@ def test_what_the_class_of_an_argument_holds_counts(scale: Any, own_process_grou
     monkeypatch.setattr(_ReadsGlobal, "factor", 3.0)
     assert torch.equal(sharded(X, scale), model(X, scale))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
-    assert torch.equal(sharded(X, scale), model(X, scale)) and sharded._ts_graphs.captures == 3
+    assert torch.equal(sharded(X, scale), model(X, scale)) and sharded.captures == 3
 
 
 def test_what_a_module_argument_holds_counts(own_process_group: None) -> None:
@@ -576,7 +591,7 @@ def test_equal_functions_that_are_made_anew_need_no_new_graph(own_process_group:
         HOLDER.value = [_times(2.0)]
         sharded(X)
         sharded(X, TRAINER.scaled)
-    assert sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2
 
 
 def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_process_group: None) -> None:
@@ -585,9 +600,9 @@ def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_pro
     sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
     for trainer.step in range(3):
         assert torch.equal(sharded(X), model(X))
-    assert sharded._ts_graphs.captures == 1
+    assert sharded.captures == 1
     trainer.factor = 3.0
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
+    assert torch.equal(sharded(X), model(X)) and sharded.captures == 2
 
 
 class _Counts:
@@ -604,9 +619,9 @@ def test_of_a_class_that_code_mentions_only_what_code_reads_counts(
     for step in range(3):
         monkeypatch.setattr(_Counts, "step", step)
         assert torch.equal(sharded(X), model(X))
-    assert sharded._ts_graphs.captures == 1
+    assert sharded.captures == 1
     monkeypatch.setattr(_Counts, "factor", 3.0)
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
+    assert torch.equal(sharded(X), model(X)) and sharded.captures == 2
 
 
 class _Collector:
@@ -671,7 +686,7 @@ def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
     model.config.scale = 3.0
     assert sharded.config is model.config and torch.equal(sharded(X), model(X))
     model.config.scale = 1.0
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
+    assert torch.equal(sharded(X), model(X)) and sharded.captures == 2
 
 
 def test_only_own_code_is_followed() -> None:
@@ -697,7 +712,7 @@ def test_function_arguments_are_distinguished_by_their_behaviour() -> None:
     sharded = ts.shard(Applies(), {})
     for factor in (2.0, 3.0, 2.0, 3.0):
         assert torch.equal(sharded(X, lambda x: x * factor), X * factor)  # noqa: B023
-    assert sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2
     ts.distributed.destroy_process_group()
 
 
@@ -840,7 +855,7 @@ def _error_beside(sharded: nn.Module, model: nn.Module) -> float:
         output.square().sum().backward()
     assert inputs[0].grad is not None and inputs[1].grad is not None
     differences = (outputs[0] - outputs[1], inputs[0].grad - inputs[1].grad)
-    return largest([*(one.abs().max().item() for one in differences), gradient_error(sharded, model)])
+    return largest(*(one.abs().max().item() for one in differences), gradient_error(sharded, model))
 
 
 @pytest.mark.parametrize("registry", [ACTIVATIONS, MappingProxyType(ACTIVATIONS)], ids=["dict", "read-only view"])
@@ -853,7 +868,7 @@ def test_a_registry_that_makes_modules_is_left_as_it_is(registry: Any, own_proce
     assert dict(OrderedDict.items(ACTIVATIONS)) == before == {"relu": nn.ReLU, "tanh": nn.Tanh}
     OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.Tanh)
     try:
-        assert _error_beside(sharded, model) < 1e-10 and sharded._ts_graphs.captures == 3
+        assert _error_beside(sharded, model) < 1e-10 and sharded.captures == 3
     finally:
         OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.ReLU)
 

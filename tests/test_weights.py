@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import nightly, refused
+from torchshard.testing import run_ranks
 from torchshard.weights.lazy import LazyTensor, values_of
 
 
@@ -49,6 +50,7 @@ def _shards(rank: int, plan: Any) -> tuple[float, float]:
     return most / own, left / own
 
 
+@nightly("3-*")
 @pytest.mark.parametrize("plan", ["auto", {"*.0": "column", "*.2": "row"}], ids=["auto", "dict"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_to_shard_takes_the_memory_of_the_slices_alone(plan: Any, world: int) -> None:
@@ -280,6 +282,7 @@ def _shards_lazily(rank: int, kind: str) -> list[bool]:
     ]
 
 
+@nightly(but=["2-tied"])
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_gets_its_slices_of_a_lazy_model(kind: str, world: int) -> None:

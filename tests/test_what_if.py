@@ -13,6 +13,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.compiled import compiled_case
+from tests.helpers import nightly
 from tests.models import CASES, MLP
 from tests.test_plans import WRONG_VALUES, _changed, _places
 from torchshard.cli.main import main
@@ -37,6 +38,7 @@ def _is_same(a: ts.Plan, b: ts.Plan) -> bool:
     return a == b and ts.explain(a) == ts.explain(b) and a.to_json(question=False) == b.to_json(question=False)
 
 
+@nightly("2-conv", "2-dense_moe", "2-gqa_2_kv_heads")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.nightly) for name in CASES]
 )
@@ -70,6 +72,7 @@ def test_so_it_has_with_all_that_a_plan_may_be_asked_for(options: dict[str, Any]
     assert _is_same(_again(made), made)
 
 
+@pytest.mark.nightly
 def test_so_it_has_for_a_step_with_a_cache() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     made = ts.plan(model, world_size=2, mode="infer", batch=2, length=5)
@@ -132,6 +135,7 @@ def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:
         ts.what_if(broken)
 
 
+@nightly("constraints", "facts", "graph")
 @pytest.mark.parametrize("part", ["graph", "multiples", "facts", "constraints", "inputs", "batches"])
 def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
     """Every third value in turn gone wrong: a plan, or a typed error in four lines."""

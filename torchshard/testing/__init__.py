@@ -23,11 +23,11 @@ from torchshard.distributed.ops import is_collective
 from torchshard.ir.listing import listing
 from torchshard.testing.calls import CapturedCall, PlannedCall, capture, kept_graphs
 from torchshard.testing.gradients import full_gradient, gradient_error, largest
-from torchshard.testing.ranks import fail_on_bugs, on_ranks, run_ranks
+from torchshard.testing.ranks import PATIENCE, fail_on_bugs, on_ranks, run_ranks, why_not_through_memory
 from torchshard.testing.rules import OpCall, check_rule
 
 __all__ = [
-    "COLLECTIVES", "CapturedCall", "Choice", "Layout", "OpCall", "PlannedCall", "Report", "Shard", "capture",
-    "check_rule", "fail_on_bugs", "full_gradient", "gradient_error", "is_collective", "join", "kept_graphs", "largest", "listing",
-    "on_ranks", "run_ranks", "split",
+    "COLLECTIVES", "CapturedCall", "Choice", "Layout", "OpCall", "PATIENCE", "PlannedCall", "Report", "Shard",
+    "capture", "check_rule", "fail_on_bugs", "full_gradient", "gradient_error", "is_collective", "join", "kept_graphs",
+    "largest", "listing", "on_ranks", "run_ranks", "split", "why_not_through_memory",
 ]  # fmt: skip
