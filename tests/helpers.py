@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import re
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -79,3 +81,12 @@ def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.Sha
 def refused_input(fn: Callable[[], Any], text: str) -> bool:
     """Whether a call raises an InputError that says this."""
     return refused(fn, text, ts.InputError)
+
+
+def command(*arguments: str) -> int:
+    """Runs `torchshard` with these arguments, in this process; returns its exit code."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", ["torchshard", *arguments])
+        runpy.run_module("torchshard", run_name="__main__")
+    assert isinstance(end.value.code, int)
+    return end.value.code

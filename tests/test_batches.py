@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections import Counter
 from typing import Any
 
@@ -15,24 +16,24 @@ from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.compiled import constraints_of
 from tests.helpers import nightly, refused, refused_input
 from tests.test_sequence import Model
-from torchshard.checking.check import check_program
-from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.program import Program, program
-from torchshard.core.mesh import MeshAxis
-from torchshard.core.paths import layer_of
-from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir import buckets
-from torchshard.ir.graph import duplicate, nbytes
-from torchshard.passes import localized, step_graphs
-from torchshard.plans.data import Collective
-from torchshard.plans.machine import Data, objective
-from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
+from torchshard.testing import (
+    PlannedCall,
+    awaited,
+    begun,
+    capture,
+    full_gradient,
+    gradient_error,
+    largest,
+    nbytes,
+    rank_graph,
+    run_ranks,
+    step_graphs,
+)
 
 PART = 3
-WAYS: tuple[Data, ...] = ("replicate", "shard")
+WAYS = ("replicate", "shard")
 
 
 def _model(**options: Any) -> Model:
@@ -109,7 +110,7 @@ CASES: dict[str, Any] = {
 @pytest.mark.parametrize("data", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) -> None:
+def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Any) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
     call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
@@ -134,28 +135,26 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
     assert again.costs.collectives and not any(c.again.nbytes for c in once.costs.collectives)
 
 
-def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
-    model, batch = _model(p=0.0), _batch(2)
-    inputs = divided_batch(model, batch, {}, 2)
-    assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
-    aim = objective(None, device="cpu", data=data)
-    return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, batches=inputs)
+def _planned(data: Any) -> PlannedCall:
+    made = capture(_model(p=0.0), _batch(2)).plan({}, 2, data=data)
+    assert made.plan.batches == {"ids": ts.S(0), "labels": ts.S(0)}
+    return made
 
 
 @nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
-def test_a_missing_sum_is_seen(data: Data) -> None:
+def test_a_missing_sum_is_seen(data: Any) -> None:
     """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
-    model, batch, made = _program(data)
-    assert check_program(model, made, made.graph, batch, {}).ok
+    made = _planned(data)
+    assert made.check().ok
     copies = [node.name for node in made.graph.graph.nodes if node.target is torch.ops.torchshard.copy.default]
     assert len(copies) > 20
     for name in copies[::5]:
-        graph = duplicate(made.graph)
+        graph = made.graph_copy()
         (gone,) = (node for node in graph.graph.nodes if node.name == name)
         gone.replace_all_uses_with(gone.args[0])
         graph.graph.erase_node(gone)
-        report = check_program(model, made, graph, batch, {})
+        report = made.check(graph)
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
 
 
@@ -166,12 +165,12 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
 ) -> None:
     """As FSDP2 has it: no more than two groups are whole at a time, none is saved, and gradients are scattered."""
     if not bucketed:
-        monkeypatch.setattr(buckets, "BUCKETED_BYTES", 0)
-    _, _, made = _program("shard")
+        monkeypatch.setattr("torchshard.ir.buckets.BUCKETED_BYTES", 0)
+    made = _planned("shard")
     split = {name for name, layout in made.plan.parameters.items() if layout != ts.I}
     assert split == {name for name, stored in made.plan.stored.items() if len(stored.shape) > 1}
-    groups = len({name.rpartition(".")[0] if not bucketed else layer_of(name) or name for name in split})
-    parts = step_graphs(localized(made.graph, MeshAxis(2).simulated()[0]))
+    groups = len({re.sub(r"(\.\d+)\..*", r"\1", name) if bucketed else name.rpartition(".")[0] for name in split})
+    parts = made.step_graphs()
     assert not [name for name in parts.saved if "gather" in name]
     gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
     assert gathered == [groups, groups - 2]  # not again for look-ups
@@ -181,11 +180,12 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     for graph, kernel in itertools.product((parts.forward, parts.backward), ("all_gather", "reduce_scatter")):
         under_way = 0
         for node in graph.graph.nodes:
-            under_way += _begins(node, kernel) - (node.target is wait and _begins(node.args[0], kernel))
+            begin = awaited(node)
+            under_way += _begins(node, kernel) - (begin is not None and _begins(begin, kernel))
             assert under_way <= 2
 
 
-def _kernels(collective: Collective) -> list[str]:
+def _kernels(collective: Any) -> list[str]:
     """The kernels of what it sends, once for each message."""
     return [sent.kernel for sent in collective.sent for _ in range(sent.times if sent.nbytes else 0)]
 
@@ -195,8 +195,9 @@ def _begun(graph: fx.GraphModule, kernel: str) -> int:
     return sum(_begins(node, kernel) for node in graph.graph.nodes)
 
 
-def _begins(node: Any, kernel: str) -> bool:
-    return isinstance(node.target, Begin) and OPS[node.target.op].kernel == kernel
+def _begins(node: fx.Node, kernel: str) -> bool:
+    row = begun(node)
+    return row is not None and row.kernel == kernel
 
 
 class Casts(nn.Module):
@@ -217,23 +218,23 @@ def _casts(parts: int) -> tuple[nn.Module, Tensor]:
 
 @nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
-def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Data) -> None:
+def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Any) -> None:
     model, x = _casts(2)
     with torch.autocast("cpu", torch.bfloat16):
         plan = ts.plan(model, {}, world_size=2, example_inputs=(x[:PART],), data=data)
         assert ts.check(model, plan, world_size=2, data=data, example_inputs=(x,)).ok
-    parts = step_graphs(localized(plan.graph, MeshAxis(2).simulated()[0]))
+    parts = step_graphs(rank_graph(plan))
     counted = 0.0
     nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
-    for node in (node for node in nodes if isinstance(node.target, Begin)):
-        operand, kernel = node.args[0].meta["val"], OPS[node.target.op].kernel
+    for node, row in ((node, row) for node in nodes if (row := begun(node)) is not None):
+        operand, kernel = node.args[0].meta["val"], row.kernel
         is_cast = kernel == "all_gather" and operand.ndim
         assert operand.dtype == (torch.bfloat16 if is_cast else torch.float32), node
         counted += {"all_reduce": 1, "reduce_scatter": 0.5, "all_gather": 1}[kernel] * nbytes(operand)
     assert counted == pytest.approx(plan.costs.nbytes, rel=0.15)  # rows of 5 and 8 are divided unevenly
 
 
-def _summed(rank: int, data: Data) -> bool:
+def _summed(rank: int, data: Any) -> bool:
     world = torch.distributed.get_world_size()
     model, x = _casts(world)
     sharded = ts.shard(copy.deepcopy(model), {}, _own((x,), rank), data=data)
@@ -253,7 +254,7 @@ def _summed(rank: int, data: Data) -> bool:
 
 @nightly("2-replicate")
 @pytest.mark.parametrize(("world", "data"), [(2, "replicate"), (3, "shard")])
-def test_gradients_of_casts_are_summed_in_float32(world: int, data: Data) -> None:
+def test_gradients_of_casts_are_summed_in_float32(world: int, data: Any) -> None:
     assert all(run_ranks(_summed, world, data))
 
 
@@ -304,7 +305,7 @@ def _train_both(
     return largest(*((whole[name] - p).abs().max().item() for name, p in named.items())), optimizers[1]
 
 
-def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
+def _trained(rank: int, data: Any, kinds: tuple[str, ...]) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW."""
     world, worst = torch.distributed.get_world_size(), {}
     for kind in kinds:
@@ -324,7 +325,7 @@ def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
         pytest.param(3, KINDS, marks=pytest.mark.nightly, id="3"),
     ],
 )
-def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...], data: Data) -> None:
+def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...], data: Any) -> None:
     for worst in run_ranks(_trained, world, data, kinds):
         assert largest(*worst.values()) < 1e-10, worst
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.helpers import nightly
-from torchshard.capture import capture
+from torchshard.testing import capture
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 LOGGER = logging.getLogger("torch.fx.experimental.symbolic_shapes")

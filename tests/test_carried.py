@@ -21,10 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 import torchshard as ts
 from tests.helpers import nightly, refused, refused_input
-from torchshard.core.layouts import split
-from torchshard.distributed.ops import OPS
-from torchshard.runtime.carried import CarriedSlice
-from torchshard.testing import kept_graphs, largest, run_ranks
+from torchshard.testing import collective, kept_graphs, largest, run_ranks, split
 
 WIDTH, HEADS = 12, 3
 COLUMNS = {"q": "column", "k": "column", "v": "column", "o": "row"}
@@ -136,7 +133,7 @@ def _returns(rank: int) -> dict[str, bool]:
     return {
         "whole": type(got) is Tensor and torch.allclose(got, expected, rtol=0, atol=1e-12),
         "own": held["past"] is pasts[1],
-        "split": isinstance(pasts[1]["k"], CarriedSlice),
+        "split": hasattr(pasts[1]["k"], "full_tensor"),
     }
 
 
@@ -170,7 +167,7 @@ def _grows(rank: int, kind: str) -> dict[str, Any]:
             x = torch.randn(2, length, WIDTH, dtype=torch.double)
             expected, got = (m(x, past) for m, past in zip((model, sharded), pasts, strict=True))
             error = largest(error, float((expected - got).abs().max()))
-    whole = [t.full_tensor() if isinstance(t, CarriedSlice) else t for t in _tensors(pasts[1])]
+    whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in _tensors(pasts[1])]
     for theirs, ours in zip(_tensors(pasts[0]), whole, strict=True):
         error = largest(error, float((theirs - ours).abs().max()))
     shapes = [tuple(t.shape) for t in _tensors(pasts[1])]
@@ -398,7 +395,7 @@ def _calls(rank: int, static: bool) -> dict[str, Any]:
             ids = expected.logits[:, -1:].argmax(-1)
     keys = caches[1].layers[1].keys
     nodes = sharded.local_graph.graph.nodes
-    sent = [n for n in nodes if n.target in OPS and OPS[n.target].kernel not in SILENT]
+    sent = [n for n in nodes if (row := collective(n)) is not None and row.kernel not in SILENT]
     return {
         "error": error,
         "own": own,

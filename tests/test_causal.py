@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.helpers import nightly
-from torchshard.capture import capture
-from torchshard.passes import normalize
+from torchshard.testing import capture
 
 aten = torch.ops.aten
 
@@ -22,9 +21,7 @@ def _attention(graph: fx.GraphModule) -> fx.Node:
 
 
 def _normalized(model: nn.Module, *inputs: Tensor) -> fx.GraphModule:
-    captured = capture(model, inputs)
-    normalize(captured.graph)
-    return captured.graph
+    return capture(model, inputs).graph
 
 
 class _Masked(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import nightly
-from torchshard.compiler.program import prepared
+from torchshard.testing import capture
 
 CAT = torch.ops.aten.cat.default
 
@@ -29,7 +29,7 @@ class Dense(nn.Module):
 
 
 def _cats(model: nn.Module, *inputs: Tensor) -> list[list[str]]:
-    graph = prepared(model, inputs).graph.graph
+    graph = capture(model, inputs).graph.graph
     return [[n.name for n in node.args[0]] for node in graph.nodes if node.target is CAT]
 
 

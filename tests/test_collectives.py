@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import nightly
-from torchshard.checking.lockstep import _convert
+from torchshard.checking.lockstep import convert
 from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.core.mesh import simulated_name
@@ -96,9 +96,9 @@ def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
         (grad,) = torch.autograd.grad(got, x, cotangent, create_graph=True)
         (again,) = torch.autograd.grad(grad, cotangent, pieces[rank]) if how == "plain" else (got,)
         found = {
-            "value": _same(got, _convert(pieces, source, target), target, rank),
-            "gradient": _same(grad, _convert(cotangents, dual(target), dual(source)), dual(source), rank),
-            "gradient of the gradient": _same(again, _convert(pieces, source, target), target, rank),
+            "value": _same(got, convert(pieces, source, target), target, rank),
+            "gradient": _same(grad, convert(cotangents, dual(target), dual(source)), dual(source), rank),
+            "gradient of the gradient": _same(again, convert(pieces, source, target), target, rank),
             "input kept": torch.equal(x.detach(), before),
             "no alias": got.untyped_storage()._cdata != x.untyped_storage()._cdata,
             "contiguous": got.is_contiguous() or name == "copy",

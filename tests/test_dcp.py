@@ -6,7 +6,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ import torchshard as ts
 from tests.helpers import nightly
 from tests.resumed import adamw, small, train, whole_state
 from torchshard.testing import run_ranks
-from torchshard.weights.state_slices import StateSlice, mark_copies
 
 STEPS, NEXT = range(2), range(2, 5)
 FULL = StateDictOptions(full_state_dict=True)
@@ -124,41 +122,6 @@ def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
                 assert torch.allclose(torch.tensor(losses), torch.tensor(first["losses"]), rtol=1e-12, atol=0)
 
 
-def _slice() -> StateSlice:
-    return StateSlice.of(torch.arange(6.0).reshape(3, 2), ("w", "S(0; 2+4)", 1, 2, (6, 2)))
-
-
-def test_a_slice_says_where_its_pieces_lie() -> None:
-    local = _slice()
-    chunks = local.__create_chunk_list__()
-    assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [((1, 0), (1, 2)), ((4, 0), (2, 2))]
-    items = local.__create_write_items__("w", local)
-    shards = [local.__get_tensor_shard__(item.index) for item in items]
-    assert torch.equal(torch.cat(shards), torch.arange(6.0).reshape(3, 2)) and shards[0].data_ptr() == local.data_ptr()
-    assert all(item.tensor_data is not None and item.tensor_data.size == (6, 2) for item in items)
-    assert local.size() == (3, 2) and local.size(0) == 3
-
-
-def test_an_empty_slice_has_no_pieces() -> None:
-    local = StateSlice.of(torch.empty(0, 2), ("w", "S(0)", 3, 4, (2, 2)))
-    assert local.__create_chunk_list__() == [] == local.__create_write_items__("w", local)
-
-
-def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_sharded_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent = ForkingPickler.loads(ForkingPickler.dumps(_slice()))
-    assert isinstance(sent, StateSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
-    held = io.BytesIO()
-    torch.save(_slice(), held)
-    for with_models in (False, True):
-        monkeypatch.delattr(Tensor, "_torchshard_place", raising=False)
-        if with_models:
-            mark_copies()
-        held.seek(0)
-        assert type(torch.load(held)) is (StateSlice if with_models else Tensor)
-
-
 def _optimizer_from_file(rank: int) -> list[bool]:
     """An optimizer that has loaded its state, and not stepped, gives slices that know their place."""
     warnings.simplefilter("ignore")
@@ -176,7 +139,7 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     states = fresh.state_dict()["state"]
     split = [i for i, p in enumerate(p for g in fresh.param_groups for p in g["params"]) if p.is_split]
     dist.barrier()
-    return [all(isinstance(states[i]["exp_avg"], StateSlice) for i in split), bool(split)]
+    return [all(type(states[i]["exp_avg"]).__name__ == "StateSlice" for i in split), bool(split)]
 
 
 @pytest.mark.nightly

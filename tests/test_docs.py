@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.helpers import nightly
-from torchshard.cli.main import main
+from tests.helpers import command, nightly
 from torchshard.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -94,8 +93,8 @@ def test_every_command_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: py
     """In a folder that has nothing but the file of a plan."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for command in ["plan gpt2 --json plan.json", *COMMAND.findall((ROOT / page).read_text())]:
-        assert main(shlex.split(command, comments=True)) == 0, command
+    for given in ["plan gpt2 --json plan.json", *COMMAND.findall((ROOT / page).read_text())]:
+        assert command(*shlex.split(given, comments=True)) == 0, given
 
 
 def test_the_site_has_every_page_and_every_link_leads_somewhere() -> None:

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import nightly
 from tests.models import CASES, GPT, MLP
-from torchshard.core.layouts import parse_layout
-from torchshard.rules import RULES
+from torchshard.testing import Layout, Shard, changed_rule
 
 X = torch.randn(3, 12)
 
@@ -229,10 +228,13 @@ def test_arguments_of_the_wrong_type(name: str) -> None:
     ts.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", ["S(9)", "S(0; 3+4)", "P"])
+LAYOUTS: dict[str, Layout] = {"S(9)": ts.S(9), "S(0; 3+4)": Shard(0, ((3, 1), (4, 1))), "P": ts.P}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
     made = _plan({"up": "column"})
-    made = dataclasses.replace(made, parameters={**made.parameters, "up.weight": parse_layout(layout)})
+    made = dataclasses.replace(made, parameters={**made.parameters, "up.weight": LAYOUTS[layout]})
     for call in (_plan, lambda plan: ts.shard(MLP(), plan)):
         with pytest.raises(ts.PlanError, match="does not fit") as caught:
             call(dataclasses.replace(made, world_size=2 if call is _plan else 1))
@@ -293,11 +295,9 @@ def test_options_of_a_rule_of_the_users(options: dict[str, Any], text: str) -> N
 
 
 def _with_rule(row: str, **options: Any) -> None:
-    ts.rule(torch.ops.shardtest.sixteen.default, row=row, **options)
-    try:
+    with changed_rule(torch.ops.shardtest.sixteen.default, None):
+        ts.rule(torch.ops.shardtest.sixteen.default, row=row, **options)
         ts.check(_Sixteen(), {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,))
-    finally:
-        RULES.pop(torch.ops.shardtest.sixteen.default)
 
 
 def test_no_op_and_no_rule() -> None:

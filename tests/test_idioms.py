@@ -30,8 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import refused, refused_input
-from torchshard.core.layouts import P, join
-from torchshard.testing import run_ranks
+from torchshard.testing import join, run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLAN = {"up": "column"}
@@ -553,7 +552,7 @@ def test_a_number_of_ranks_given_as_text_is_refused() -> None:
 
 def test_sums_of_partial_values_keep_their_dtype() -> None:
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16):
-        made = join([torch.full((2,), 3, dtype=dtype)] * 2, P)
+        made = join([torch.full((2,), 3, dtype=dtype)] * 2, ts.P)
         assert made.dtype == dtype and made.tolist() == [6, 6]
 
 

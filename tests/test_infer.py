@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import torchshard as ts
-from tests.helpers import nightly, refused, refused_input
-from torchshard.cli.main import main
-from torchshard.core.layouts import split
-from torchshard.distributed.ops import OPS
-from torchshard.testing import largest, run_ranks
+from tests.helpers import command, nightly, refused, refused_input
+from torchshard.testing import collective, largest, run_ranks, split
 
 LAYERS, HEADS, HEAD, VOCAB = 3, 4, 8, 64
 
@@ -111,8 +108,8 @@ def _served(rank: int, plan: str) -> tuple[int, int, float]:
             whole, made = (m(input_ids=tokens, cache=c).logits for m, c in zip((model, sharded), caches, strict=True))
             assert (whole - made).abs().max() < 1e-12
     planned = sum(sharded.plan.costs.calls)
-    run = sum(OPS[n.target].kernel not in ("none", "slice", "pad") for n in sharded.local_graph.graph.nodes
-              if n.target in OPS)  # fmt: skip
+    rows = [row for n in sharded.local_graph.graph.nodes if (row := collective(n)) is not None]
+    run = sum(row.kernel not in ("none", "slice", "pad") for row in rows)
     for m in (model, sharded):
         m(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters()}
@@ -166,7 +163,7 @@ def test_too_little_memory_says_what_a_call_takes() -> None:
 @pytest.mark.nightly
 def test_the_command_line_plans_a_decode_step(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _llama().config.save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--mode", "infer", "--batch", "8", "--length", "64", "--memory", "1MiB"]) == 0
+    assert command("plan", str(tmp_path), "--mode", "infer", "--batch", "8", "--length", "64", "--memory", "1MiB") == 0
     shown = capsys.readouterr().out
     assert "the longest context that fits has" in shown and "0 backward" in shown
 

@@ -15,10 +15,16 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import nightly, refused, refused_input
 from tests.test_batches import Casts, _batch, _llama, _model, _own
-from torchshard.distributed.ops import OPS, wait
-from torchshard.ir.graph import placeholders
-from torchshard.passes import localized, step_graphs
-from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
+from torchshard.testing import (
+    awaited,
+    begun,
+    full_gradient,
+    gradient_error,
+    largest,
+    rank_graph,
+    run_ranks,
+    step_graphs,
+)
 
 Mesh = dict[str, int] | None
 LENGTHS = (12, 7, 12)
@@ -119,8 +125,8 @@ def test_accumulated_gradients_are_those_of_all_calls(world: int, names: list[st
 def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
     plan = ts.plan(_model(), {}, world_size=2, data=data, example_inputs=_own(_batch(2), 0))
     assert plan.graph is not None
-    local = localized(plan.graph, plan.axis.simulated()[0])
-    names = {node.name for node in placeholders(local.graph)}
+    local = rank_graph(plan)
+    names = {node.name for node in local.graph.find_nodes(op="placeholder")}
     assert len(_summed(local) & names) > 14
     assert not _summed(local, local.meta["group"]) & names
 
@@ -128,8 +134,8 @@ def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
 def _summed(local: Any, *unsummed: str) -> set[str]:
     """Of which values the backward sums gradients."""
     nodes = step_graphs(local, unsummed=unsummed).backward.graph.nodes
-    ends = [node for node in nodes if node.target is wait]
-    sums = [n for n in ends if OPS[n.args[0].target.op].kernel in ("all_reduce", "reduce_scatter")]
+    ends = [(node, begun(begin).kernel) for node in nodes if (begin := awaited(node)) is not None]
+    sums = [node for node, kernel in ends if kernel in ("all_reduce", "reduce_scatter")]
     return {name for node in sums for name in node.meta.get("gradient_of", ())}
 
 

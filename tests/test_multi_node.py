@@ -5,12 +5,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -18,9 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.test_examples import EXAMPLES, check_gpt
-from torchshard.core.layouts import split
-from torchshard.distributed.process_groups import _common_name
-from torchshard.testing import largest, run_ranks
+from torchshard.testing import largest, run_ranks, split
 
 NAMESPACES = [
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"),
@@ -94,17 +90,3 @@ def _data_parallel_across(rank: int) -> float:
 
 def test_data_parallel_across_model_parallel_groups() -> None:
     assert largest(*run_ranks(_data_parallel_across, 4)) < 1e-10
-
-
-def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:
-    """As after an elastic restart: the store has what ranks left that were there before, of some of them nothing."""
-    store = dist.HashStore()
-    store.set("torchshard/there/1", "one that is gone")
-    names = []
-    for _ in range(3):
-        with ThreadPoolExecutor(3) as threads:
-            of_ranks = set(threads.map(lambda rank: _common_name(store, rank, 3, 10.0), range(3)))
-        names += of_ranks
-    assert len(names) == len(set(names)) == 3
-    with pytest.raises(RuntimeError, match=r"no word from ranks \[1\]"):
-        _common_name(store, 0, 2, 0.05)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.compiled import compiled, planned_as
 from tests.helpers import nightly
 from tests.models import CASES
 from torchshard import passes
@@ -26,7 +25,7 @@ from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
-from torchshard.compiler.program import Program, prepared
+from torchshard.compiler.program import Program
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
@@ -34,8 +33,9 @@ from torchshard.distributed import kernels
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, fake_mode, faking, results_of
 from torchshard.passes import Partition, step_graphs, verify
-from torchshard.plans.machine import Machine, Objective
+from torchshard.plans.machine import Machine
 from torchshard.runtime import step
+from torchshard.testing import capture
 from torchshard.weights.materialize import local_state
 
 ROOT = Path(__file__).parents[1]
@@ -54,7 +54,7 @@ def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) ->
     inputs = tuple(
         x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
     )
-    return model, compiled(model, case.plan, world_size, inputs, aim=Objective(SPLITTING)), inputs
+    return model, capture(model, inputs).plan(case.plan, world_size, machine=SPLITTING).program, inputs
 
 
 def _collectives(graph: fx.GraphModule) -> list[fx.Node]:
@@ -164,9 +164,9 @@ def _returning(run: Any) -> Any:
 def _wrong_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each relu becomes a sigmoid in the last pass."""
     module = importlib.import_module("torchshard.passes.direct")
-    found, relu = module._function, torch.ops.aten.relu.default
-    monkeypatch.setattr(module, "_chosen", {})
-    monkeypatch.setattr(module, "_function", lambda node: torch.sigmoid if node.target is relu else found(node))
+    found, relu = module.function_of, torch.ops.aten.relu.default
+    monkeypatch.setattr(module, "chosen", {})
+    monkeypatch.setattr(module, "function_of", lambda node: torch.sigmoid if node.target is relu else found(node))
 
 
 def _sum_of_one(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
@@ -176,7 +176,7 @@ def _sum_of_one(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
 FAULTS: dict[str, Any] = {
     "bucket": lambda m: m.setattr(passes, "bucket", _in_place(passes.bucket)),
     "direct": _wrong_function,
-    "kernels": lambda m: [m.setitem(kernels._KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
+    "kernels": lambda m: [m.setitem(kernels.KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
     "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
     "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
     "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
@@ -233,14 +233,14 @@ def test_sums_that_come_later_are_the_gradients_or_the_check_sees_it(
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(4, 6)
     module, call = importlib.import_module("torchshard.passes.unsummed"), {"world_size": 2, "data": "replicate"}
-    found, summed = module._parts, list[object]()
+    found, summed = module.parts_of, list[object]()
 
     def parts(*given: Any) -> Any:
         made = found(*given)
         summed.extend(calls for _, calls in made if calls)
         return LATER[fault](made)
 
-    monkeypatch.setattr(module, "_parts", parts)
+    monkeypatch.setattr(module, "parts_of", parts)
     monkeypatch.setattr(step, "step_graphs", _with_sums)
     report = ts.check(model, {}, example_inputs=(x,), **call)
     assert summed and report.ok is not bool(fault) and report.diverges_at == (BY_GRAPHS if fault else "")
@@ -266,7 +266,7 @@ def test_a_gradient_that_is_zero_on_paper_may_be_the_rounding_of_its_large_terms
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
     model, x = nn.Sequential(*blocks, nn.BatchNorm1d(64)).to(dtype), torch.randn(4, 64).to(dtype)
-    made = compiled(model, {}, 2, (x,))
+    made = capture(model, (x,)).plan({}, 2).program
     trial = Trial(model, made.captured, flatten_call(model, (x,), {}), rng_states(()))
     expected, zero, eps = trial.unsharded(), "3.2.bias", torch.finfo(dtype).eps
     largest = max(float(grad.abs().max()) for grad in expected.parameter_grads.values())
@@ -337,7 +337,7 @@ def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     assert relative["k.bias"] > 0.1 and 0 < relative["v.bias"] < 64 * eps
     model, x = _Chooses().to(dtype), torch.randn(3, 6).to(dtype)
-    made = compiled(model, {}, 2, (x,))
+    made = capture(model, (x,)).plan({}, 2).program
     trial = Trial(model, made.captured, flatten_call(model, (x,), {}), rng_states(()))
     assert all(n < 64 * eps for n in trial.noise(("",)).values())
 
@@ -358,7 +358,7 @@ class _Narrow(nn.Module):
 def test_a_fault_smaller_than_rounding_is_seen() -> None:
     torch.manual_seed(0)
     model, x = _Narrow().double(), torch.randn(3, 6).double().requires_grad_()
-    made = compiled(model, {"up": "column", "down": "row"}, 2, (x,))
+    made = capture(model, (x,)).plan({"up": "column", "down": "row"}, 2).program
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and report.tolerance == TOLERANCES[torch.bfloat16]
     assert report.widened is not None and report.widened.tolerance == TOLERANCES[torch.float64]
@@ -400,7 +400,7 @@ def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype:
     report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
     assert report.ok and report.flips and "rounding alone moves" in str(report)
     x = x.requires_grad_()
-    made = compiled(model, plan, 4, (x,))
+    made = capture(model, (x,)).plan(plan, 4).program
     for node in _collectives(made.graph):
         graph = duplicate(made.graph)
         gone = _named(graph, node.name)
@@ -414,14 +414,15 @@ def test_a_capture_fault_is_not_taken_for_a_flip(dtype: torch.dtype) -> None:
     """It is in the ranks' graphs and in the one that they are compared with in wider dtypes alike."""
     x = torch.rand(3, 6).to(dtype).requires_grad_()
     model = _on_the_edge(x)
-    captured = prepared(model, (x,), {})
+    call = capture(model, (x,))
+    captured = call.captured
     added = [n for n in captured.graph.graph.nodes if n.target is torch.ops.aten.add.Tensor][-1]
     with captured.graph.graph.inserting_before(added):
         stopped = captured.graph.graph.call_function(torch.ops.aten.detach.default, (added.args[0],))
     stopped.meta = dict(added.args[0].meta)
     added.args = (stopped, added.args[1])
     captured.graph.recompile()
-    made = planned_as(captured, model, {"up": "column", "down": "row"}, 4)
+    made = call.plan({"up": "column", "down": "row"}, 4).program
     assert not check_program(model, made, made.graph, (x,), {}).ok
 
 
@@ -475,7 +476,7 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
 def test_a_fault_only_in_a_narrow_dtype_is_not_taken_for_a_flip() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), torch.randn(3, 6)
-    made = compiled(model, {"0": "column", "1": "row"}, 2, (x,))
+    made = capture(model, (x,)).plan({"0": "column", "1": "row"}, 2).program
     graph = duplicate(made.graph)
     node = next(n for n in graph.graph.nodes if n.op == "call_function")
     with graph.graph.inserting_after(node):
@@ -497,7 +498,7 @@ def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
             return x * (x.view(torch.int16) & 1)
 
     model, x = Bits(), torch.randn(3, 6).bfloat16()
-    made = compiled(model, {}, 2, (x,))
+    made = capture(model, (x,)).plan({}, 2).program
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 import torchshard.distributed as tsd
 from tests.helpers import nightly, refused_input
-from torchshard.core.layouts import Shard, split
-from torchshard.testing import run_ranks
+from torchshard.testing import Shard, run_ranks, split
 
 Op = tsd.ReduceOp
 Primitive = Callable[[Tensor], Tensor]

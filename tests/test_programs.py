@@ -18,11 +18,8 @@ from torch import nn
 
 import torchshard as ts
 from tests.helpers import nightly
-from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts, written
-from torchshard.compiler.program import prepared
-from torchshard.core.notation import Row
-from torchshard.rules import RULES, Call
-from torchshard.testing import largest, run_ranks
+from tests.programs import Text, can_be_trained, checked, drawn, texts, written
+from torchshard.testing import Call, Row, capture, changed_rule, largest, rule_of, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")
 
@@ -64,25 +61,24 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
 
 
 @pytest.mark.nightly
-def test_a_wrong_rule_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_found_and_shrunk() -> None:
     """A rule that takes a rank's partial sum for the whole sum."""
-    right = RULES[aten.linear.default]
+    right = rule_of(aten.linear.default)
 
     def wrong(call: Call) -> Row:
         return right(call) if call["bias"] is not None else call.row("... k, n k -> ... n", reduced={"k"})
-
-    monkeypatch.setitem(RULES, aten.linear.default, wrong)
 
     # While it shrinks, Hypothesis tries many lists of words that say the same program.
     @functools.cache
     def fails(text: Text) -> bool:
         return not checked(text, 2, 0).ok
 
-    smallest = find(
-        texts(longest=6),
-        lambda text: "linear" in text.source and fails(text),
-        settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
-    )
+    with changed_rule(aten.linear.default, wrong):
+        smallest = find(
+            texts(longest=6),
+            lambda text: "linear" in text.source and fails(text),
+            settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
+        )
     assert len(smallest.lines) <= 2, str(smallest)
 
 
@@ -113,7 +109,7 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
     for seed in seeds:
         text = drawn(seed)
         model, inputs = text.model(), text.inputs()
-        plan = random_plan(prepared(model, inputs, {}, dynamic=False), model, world, seed)
+        plan = capture(model, inputs, dynamic=False).plan_at_random(world, seed).plan
         sharded = ts.shard(copy.deepcopy(model), plan, example_inputs=inputs)
         expected, got = _sgd(model, inputs), _sgd(sharded, inputs)
         whole = sharded.full_state_dict()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.captured import CapturedCall
-from tests.compiled import planned_as
+from tests.captured import checked
 from tests.helpers import nightly
-from torchshard.compiler.program import prepared
-from torchshard.plans.machine import objective
-from torchshard.rules import RULES
-from torchshard.testing import run_ranks
+from torchshard.testing import CapturedCall, capture, changed_rule, run_ranks
 
 
 class _Draws(nn.Module):
@@ -87,7 +84,7 @@ BODIES = [
 @functools.cache
 def _captured(body: Callable[[Tensor], Tensor]) -> CapturedCall:
     torch.manual_seed(0)
-    return CapturedCall(_Draws(body), (torch.randn(3, 5, 6),))
+    return capture(_Draws(body), (torch.randn(3, 5, 6),), dtype=torch.float64)
 
 
 @nightly(
@@ -116,7 +113,7 @@ def _captured(body: Callable[[Tensor], Tensor]) -> CapturedCall:
 def test_draws_are_the_unsharded_models(
     body: Callable[[Tensor], Tensor], plan: dict[str, str], world: int, recwarn: pytest.WarningsRecorder
 ) -> None:
-    report = _captured(body).check(plan, world)
+    report = checked(_captured(body), plan, world)
     assert report.ok, str(report)
 
 
@@ -157,13 +154,12 @@ def test_dropout_of_channels_last_tensors() -> None:
         assert report.ok, str(report)
 
 
-def test_a_rule_may_give_up_equality(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_may_give_up_equality() -> None:
     """Each rank draws for its slice alone; the check says so."""
-    monkeypatch.setitem(RULES, torch.ops.aten.dropout.default, lambda call: call.row("... -> ..."))
     torch.manual_seed(0)
-    report = ts.check(
-        _Draws(_plain), {"up": "column", "down": "row"}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)
-    )
+    plan: dict[str, Any] = {"plan": {"up": "column", "down": "row"}, "world_size": 2}
+    with changed_rule(torch.ops.aten.dropout.default, lambda call: call.row("... -> ...")):
+        report = ts.check(_Draws(_plain), **plan, example_inputs=(torch.randn(3, 5, 6),))
     assert not report.ok
 
 
@@ -194,10 +190,8 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     ts.distributed.init_process_group()
     x, found = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5), {}
     for dim in (0, 1):
-        plan = planned_as(
-            prepared(_Elementwise(), (x,), {}, dynamic=False), _Elementwise(), {}, world,
-            objective("cpu-gloo", axes="all"), {"weight": ts.S(dim)},
-        ).plan  # fmt: skip
+        fixed: dict[str, Any] = {"layouts": {"weight": ts.S(dim)}, "axes": "all", "machine": "cpu-gloo"}
+        plan = capture(_Elementwise(), (x,), dynamic=False).plan({}, world, **fixed).plan
         for recomputed in (False, True):
             model, sharded = _Elementwise(), ts.shard(_Elementwise(), plan, example_inputs=(x,))
             torch.manual_seed(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -13,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchshard as ts
 from tests.helpers import nightly
 from tests.models import CASES, GPT, MLP
-from torchshard.core.layouts import split
-from torchshard.distributed import wire
-from torchshard.testing import gradient_error, kept_graphs, largest, run_ranks
+from torchshard.testing import gradient_error, kept_graphs, largest, run_ranks, split
 
 STEPS = 3
 
@@ -223,9 +222,10 @@ def _compared_while_computing(rank: int) -> dict[str, Any]:
     whole = ts.distributed.all_gather_object(_errors(model, sharded))
     found["error"] = max(whole)
     events: list[str] = []
+    wire = sys.modules["torchshard.distributed.wire"]
     settle = wire.settle
     with pytest.MonkeyPatch.context() as patch, _Events(events), torch.no_grad():
-        patch.setattr(wire, "settle", lambda: (events.append("compared"), settle()) if wire._open.comparison else None)
+        patch.setattr(wire, "settle", lambda: (events.append("compared"), settle()) if wire.has_comparison() else None)
         sharded(ids, scale)
     found["events"] = events
     return found

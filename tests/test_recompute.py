@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,17 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.compiled import compiled
 from tests.helpers import nightly, refused
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
-from torchshard.compiler.memory import predicted_memory
-from torchshard.core.columns import counted
-from torchshard.core.layouts import split
-from torchshard.core.paths import outermost
-from torchshard.ir.graph import nbytes
-from torchshard.passes import Partition
-from torchshard.testing import kept_graphs, largest, run_ranks
+from torchshard.testing import Partition, capture, kept_graphs, largest, nbytes, predicted_memory, run_ranks, split
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
 """Models, and globs of what is computed again."""
@@ -149,7 +143,7 @@ def test_globs_name_modules() -> None:
     assert refused(lambda: ts.plan(model, world_size=2, example_inputs=(x,), recompute="2"), "'2' matches no module")
     plan = ts.plan(model, world_size=2, example_inputs=(x,), recompute=["1.*", "1"])
     assert plan.recompute == ("1",) and ts.Plan.from_json(plan.to_json()).recompute == ("1",)
-    graph = compiled(model, plan, 2, (x,)).graph.graph
+    graph = capture(model, (x,)).plan(plan, 2).graph.graph
     assert {n.meta.get("recompute") for n in graph.nodes if n.meta.get("module") == "1.1"} == {"1"}
 
 
@@ -157,7 +151,9 @@ def test_globs_name_modules() -> None:
     ("paths", "expected"), [(["a.b", "a", "ab"], ("a", "ab")), (["", "a"], ("",)), ([], ()), (["a", "a"], ("a",))]
 )
 def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
-    assert outermost(paths) == expected
+    model = nn.Sequential(OrderedDict(a=nn.Sequential(OrderedDict(b=nn.Linear(4, 4))), ab=nn.Linear(4, 4)))
+    call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(2, 4),)}
+    assert ts.plan(model, recompute=list(paths), **call).recompute == expected
 
 
 # --- limits of memory ------------------------------------------------------------------------------------------------
@@ -191,11 +187,11 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
     assert made.costs.gap == pytest.approx(made.costs.seconds - free.costs.seconds)
     if again:
         assert list(made.recompute) == [f"layers.{i}" for i in range(len(made.recompute))]
-        modules = counted(len(made.recompute), "module")
+        modules = f"{len(made.recompute)} module{'s' * (len(made.recompute) > 1)}"
         assert f"computes {modules} again, in place of keeping their values: layers.0" in str(made)
         assert f"layers.0-{len(made.recompute) - 1}" in str(made) or len(made.recompute) == 1
         fewer = ts.plan(_Layers(), dataclasses.replace(made, recompute=made.recompute[:-1]), **call)
-        assert predicted_memory(fewer.graph, fewer)["peak"] > limit
+        assert predicted_memory(fewer)["peak"] > limit
     assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
 
 

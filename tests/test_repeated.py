@@ -65,7 +65,7 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
 def _captured(model: nn.Module, args: tuple[Any, ...], *, repeating: bool) -> flat.Captured:
     call = flatten_call(model, args, {})
     shapes = [flat.DYNAMIC_DIMS & set(range(t.ndim)) for t in call.tensors]
-    return flat._captured(model, call, shapes, {}, repeating=repeating)
+    return flat.captured_flat(model, call, shapes, {}, repeating=repeating)
 
 
 def _text(captured: flat.Captured) -> str:
@@ -447,13 +447,13 @@ def test_pytorchs_cache_is_kept_where_most_ops_repeat_an_earlier_one() -> None:
 def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python code does in the layers between is not seen, so that it serves for plans alone."""
     asked: list[bool] = []
-    own = flat._captured
+    own = flat.captured_flat
 
     def captured(*args: Any, repeating: bool, **kwargs: Any) -> flat.Captured:
         asked.append(repeating)
         return own(*args, repeating=repeating, **kwargs)
 
-    monkeypatch.setattr(flat, "_captured", captured)
+    monkeypatch.setattr(flat, "captured_flat", captured)
     plan = ts.plan(Stack(), world_size=2, example_inputs=(IDS,))
     assert asked == [True]
     ts.shard(Stack(), {}, (IDS,))(IDS)

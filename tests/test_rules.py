@@ -20,25 +20,22 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
-from tests.compiled import compiled, planned_as
 from tests.helpers import nightly
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
-from torchshard.checking import lockstep
-from torchshard.checking.check import check_program
-from torchshard.compiler.program import Program, prepared
-from torchshard.core.choices import choices
-from torchshard.core.layouts import S
-from torchshard.core.mesh import MODEL, MeshAxis
-from torchshard.core.notation import Choice, Row
-from torchshard.distributed.ops import OPS
-from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
-from torchshard.plans.machine import objective
-from torchshard.plans.plan import Plan
-from torchshard.plans.table import size_text
-from torchshard.rules import RULES, Call, TensorType, row_of
-from torchshard.rules.pointwise import is_pointwise
-from torchshard.weights.materialize import local_state
+from torchshard.testing import (
+    Call,
+    Choice,
+    PlannedCall,
+    Row,
+    TensorType,
+    capture,
+    changed_rule,
+    collective,
+    has_rule,
+    ops_with_rules,
+    row_of,
+)
 
 aten = torch.ops.aten
 
@@ -66,7 +63,7 @@ def test_whole_and_in_parts(op: Case, world: int) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    ours = {target for target in RULES if str(target).startswith("aten.")}
+    ours = {target for target in ops_with_rules() if str(target).startswith("aten.")}
     elsewhere = {aten._grouped_mm.default, aten._linalg_check_errors.default}  # test_experts.py and test_decompose.py
     assert ours - {c.target for c in CASES} == elsewhere
 
@@ -89,7 +86,7 @@ def _tagged() -> list[Any]:
     names = sorted({s.name[6:] for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")})
     packets = (getattr(aten, name, None) for name in names)
     ops = (getattr(p, o) for p in packets if p is not None for o in p.overloads())
-    return [op for op in ops if is_pointwise(op) and "backward" not in str(op) and op not in RULES]
+    return [op for op in ops if has_rule(op) and "backward" not in str(op) and op not in ops_with_rules()]
 
 
 def _example_call(op: Any, tensor: Any) -> Case:
@@ -316,10 +313,10 @@ WRONG_RULES = [
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("op", "wrong"), [w[1:] for w in WRONG_RULES], ids=[w[0] for w in WRONG_RULES])
-def test_a_wrong_rule_is_caught(op: Case, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_is_caught(op: Case, wrong: Any) -> None:
     assert all(run(op, choice, 2).ok for choice in row_and_choices(op, 2)[1])
-    monkeypatch.setitem(RULES, op.target, wrong)
-    assert not all(_holds(op, choice) for choice in row_and_choices(op, 2)[1])
+    with changed_rule(op.target, wrong):
+        assert not all(_holds(op, choice) for choice in row_and_choices(op, 2)[1])
 
 
 def _holds(op: Case, choice: Choice) -> bool:
@@ -345,34 +342,35 @@ def test_every_tampered_collective_is_caught(op: Case, name: str) -> None:
     choice = next(c for c in found if c.name == name)
     made = build(op, choice, 2)
     assert made.check().ok
-    tampered = list(_tampered(made.graph))
+    tampered = list(_tampered(made))
     assert tampered
     for what, graph in tampered:
         report = made.check(graph)
         assert not report.ok and report.diverges_at, what
 
 
-def _tampered(graph: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+def _tampered(made: PlannedCall) -> Iterator[tuple[str, fx.GraphModule]]:
     """The graph with one collective dropped, taken for another, or with other elements of the same number.
 
     The order in which a stack of addends is dealt to the ranks makes no difference to their sum.
     """
-    names = {n.name for n in graph.graph.nodes}
+    names = {n.name for n in made.graph.graph.nodes}
     same_shape = {"copy": "all_reduce", "reduce": "all_reduce", "all_reduce": "reduce"}
-    for position, node in enumerate(graph.graph.nodes):
-        if node.target not in OPS:
+    for position, node in enumerate(made.graph.graph.nodes):
+        row = collective(node)
+        if row is None:
             continue
-        held = OPS[node.target].name
+        held = row.name
         if held in same_shape:
-            yield f"{node.name} dropped", _edited(graph, position, None)
-            yield f"{node.name} as {same_shape[held]}", _edited(graph, position, same_shape[held])
+            yield f"{node.name} dropped", _edited(made, position, None)
+            yield f"{node.name} as {same_shape[held]}", _edited(made, position, same_shape[held])
         if held in ("scatter", "narrow", "gather") and f"{node.args[0].name}_sum" not in names:
             size, first = node.args[2][0], 2 + node.args[2][0] % 2
-            yield f"{node.name} in other parts", _edited(graph, position, held, parts=[first, 1, size - first, 1])
+            yield f"{node.name} in other parts", _edited(made, position, held, parts=[first, 1, size - first, 1])
 
 
-def _edited(graph: fx.GraphModule, position: int, name: str | None, parts: Any = None) -> fx.GraphModule:
-    held = duplicate(graph)
+def _edited(made: PlannedCall, position: int, name: str | None, parts: Any = None) -> fx.GraphModule:
+    held = made.graph_copy()
     node = list(held.graph.nodes)[position]
     if name is None:
         node.replace_all_uses_with(node.args[0])
@@ -433,21 +431,19 @@ def test_an_op_without_a_rule_is_right_and_warns_once(world: int) -> None:
     assert len(heard) == 1
     # f64[2,5,10] is gathered; of its gradient each rank keeps a slice, which moves nothing
     sent = 2 * 5 * 8 * (world - 1) * -(-10 // world)  # slices are padded to the largest
-    assert heard[0].startswith(f"{size_text(sent)} gathered per step for torchshard_tests.weigh.default (node")
+    assert heard[0].startswith(f"{sent} B gathered per step for torchshard_tests.weigh.default (node")
     assert '@torchshard.rule("torchshard_tests.weigh.default")' in heard[0]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_user_rule_keeps_the_op_split(world: int) -> None:
     target = torch.ops.torchshard_tests.weigh.default
-    ts.rule(target, row="... c, c -> ... c", linear=[{0}])
-    try:
+    with changed_rule(target, None):
+        ts.rule(target, row="... c, c -> ... c", linear=[{0}])
         report, heard = _check(world)
         made = ts.plan(Weighing(), PLAN, world_size=world, example_inputs=(torch.randn(2, 5, 6),))
         op = case(target, "_1 _0 c", f(2, 5, 7), f(7))
         assert all(run(op, choice, world).ok for choice in row_and_choices(op, world)[1])
-    finally:
-        RULES.pop(target)
     assert report.ok, str(report)
     assert not heard
     assert str(made.parameters["weight"]) == "S(0)"
@@ -467,7 +463,7 @@ def test_a_rule_that_does_not_fit_its_op_is_an_error_that_names_the_row() -> Non
 def test_dropout_draws_the_unsharded_numbers(seed: int) -> None:
     """One choice under two seeds: the values are those of each seed, not of a first run."""
     op = case(aten.dropout.default, None, f(6, 8), 0.5, True)
-    choice = Choice("split _0", (S(1),), (S(1),), (("_0", ((8, 1),)),))
+    choice = Choice("split _0", (ts.S(1),), (ts.S(1),), (("_0", ((8, 1),)),))
     made = build(op, choice, 2, seed)
     torch.manual_seed(seed)
     assert made.check().ok
@@ -512,15 +508,12 @@ PICKS = {
 }
 
 
-def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> Program:
-    """The program in which what looks up is split along what it looks up in, whatever that costs."""
-    made = compiled(model, plan, 2, (x,))
-    nodes = [n for n in made.captured.graph.graph.nodes if is_tensor_op(n)]
-    pick = next(n for n in nodes if op_name(n) in ("embedding", "index_select", "gather", "cross_entropy_loss"))
-    row = node_row(pick)
-    assert row is not None
-    split = next(c for c in choices(row, 2) if c.name == "split v")
-    return compiled(model, Plan(2, made.plan.parameters, {pick.name: split}), 2, (x,))
+def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> PlannedCall:
+    """The call in which what looks up is split along what it looks up in, whatever that costs."""
+    call = capture(model, (x,))
+    pick = call.nodes("embedding", "index_select", "gather", "cross_entropy_loss")[0]
+    split = next(c for c in call.choices(pick, 2) if c.name == "split v")
+    return call.plan(ts.Plan(2, call.plan(plan, 2).plan.parameters, {pick.name: split}), 2)
 
 
 @pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])
@@ -530,13 +523,8 @@ def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
     else:
         model, x, plan = _Picks(PICKS[name], 70 if name == "cross_entropy" else 7), torch.randn(30, 6), {"up": "column"}
     made = _with_split_picks(model, plan, x)
-    graphs, fed = lockstep.rank_graphs(made.graph, MeshAxis(2)), []
-    for rank, graph in enumerate(graphs):
-        known = {**local_state(model, made.held, {MODEL: rank}), **made.captured.constants}
-        nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
-        fed.append([known.get(n.meta["path"], x) for n in nodes])
     with pytest.raises(RuntimeError, match="out of range"):
-        lockstep.run(graphs, fed, [lambda node, value, args: value] * 2)
+        made.run()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -551,12 +539,15 @@ def test_means_of_halves_over_a_split_dim_do_not_overflow(dtype: torch.dtype, bo
     assert report.ok, str(report)
 
 
-def test_a_failing_rule_is_reported_with_the_op_and_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rule_is_reported_with_the_op_and_its_shapes() -> None:
     def broken(call: Call) -> Row:
         raise KeyError("nothing of that name")
 
-    monkeypatch.setitem(RULES, torch.ops.torchshard_tests.weigh.default, broken)
-    with pytest.raises(ts.RuleError, match=r"the rule of torchshard_tests\.weigh\.default fails") as caught:
+    text = r"the rule of torchshard_tests\.weigh\.default fails"
+    with (
+        changed_rule(torch.ops.torchshard_tests.weigh.default, broken),
+        pytest.raises(ts.RuleError, match=text) as caught,
+    ):
         ts.check(Weighing(), PLAN, world_size=2, example_inputs=(torch.randn(2, 5, 6),))
     assert "KeyError" in str(caught.value) and ", 10], [10]" in str(caught.value)
 
@@ -575,9 +566,8 @@ def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
 
     torch.manual_seed(0)
     model, target = Loss(), torch.randint(4, (6000,))
-    captured = prepared(model, (target,), {}, dynamic=False)
-    layout = S("nv".index(axis))
-    made = planned_as(captured, model, {}, 2, objective("cpu-gloo", axes="all"), {"scores": layout})
-    report = check_program(model, made, made.graph, (target,), {})
+    layouts = {"scores": ts.S("nv".index(axis))}
+    made = capture(model, (target,), dynamic=False).plan({}, 2, machine="cpu-gloo", axes="all", layouts=layouts)
+    report = made.check()
     assert report.ok, str(report)
     assert not any(c.value == "scores" for c in made.plan.costs.collectives)

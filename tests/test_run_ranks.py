@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import nightly
-from torchshard.rules import RULES
-from torchshard.testing import PATIENCE, run_ranks
+from torchshard.testing import PATIENCE, rule_of, run_ranks
 
 aten = torch.ops.aten
 
@@ -31,7 +30,7 @@ def _state(rank: int) -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "RNG state": torch.get_rng_state().tolist(),
         "environment": dict(os.environ),
-        "rule of relu": str(RULES.get(aten.relu.default)),
+        "rule of relu": str(rule_of(aten.relu.default)),
         "folder": os.getcwd(),
         "attributes of a module": sorted(vars(ts)),
     }

@@ -12,14 +12,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 import torchshard as ts
-from tests.compiled import compiled
 from tests.helpers import nightly
-from torchshard.core.layouts import split
-from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import Begin
-from torchshard.ir.graph import is_tensor, is_view, nbytes, results_of
-from torchshard.passes import Partition, localized, step_graphs
-from torchshard.testing import kept_graphs, largest, run_ranks
+from torchshard.testing import Partition, begun, capture, kept_graphs, largest, nbytes, run_ranks, split
 
 MEGATRON = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row", "*.up": "column", "*.down": "row"}
 PINS = MEGATRON | {"blocks.?": "sequence"}
@@ -168,18 +162,17 @@ LENGTH = 512
 def _step_of(plan: dict[str, str], world: int, **options: Any) -> tuple[Partition, tuple[int, int]]:
     """The graphs of the first rank's step, and how many collectives the plan has forward and backward."""
     ids = _ids(LENGTH)
-    made = compiled(_model(positions=LENGTH, **options).bfloat16(), plan, world, (ids, ids))
-    graph = localized(made.graph, next(iter(MeshAxis(world).simulated())))
-    return step_graphs(graph), made.plan.costs.calls
+    made = capture(_model(positions=LENGTH, **options).bfloat16(), (ids, ids)).plan(plan, world)
+    return made.step_graphs(), made.plan.costs.calls
 
 
 def _saved(parts: Partition) -> int:
     """Bytes of what forward saves; of a view, those of what it is a view of."""
     held = set()
-    for value in results_of(parts.forward.graph)[len(parts.given) :]:
-        while isinstance(value, fx.Node) and is_view(value):
+    for value in parts.forward.graph.output_node().args[0][len(parts.given) :]:
+        while isinstance(value, fx.Node) and getattr(value.target, "is_view", False):
             value = value.all_input_nodes[0]
-        if isinstance(value, fx.Node) and value.op != "placeholder" and is_tensor(value):
+        if isinstance(value, fx.Node) and value.op != "placeholder" and isinstance(value.meta["val"], Tensor):
             held.add(value)
     return sum(nbytes(value.meta["val"]) for value in held)
 
@@ -193,7 +186,7 @@ def test_backward_gathers_again_what_it_needs() -> None:
         saved = []
         for blocks in (2, 3):
             parts, calls = _step_of(plan, 8, width=width, heads=8, blocks=blocks)
-            counted = [sum(isinstance(n.target, Begin) for n in p.graph.nodes) for p in (parts.forward, parts.backward)]
+            counted = [sum(begun(n) is not None for n in p.graph.nodes) for p in (parts.forward, parts.backward)]
             assert tuple(counted) == calls
             saved.append(_saved(parts))
         per_layer[name] = (saved[1] - saved[0]) / (tokens * width)

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchshard as ts
 from tests.helpers import NO_MEMORY, nightly
 from torchshard import distributed as tsd
-from torchshard.distributed.launch import _free_port
+from torchshard.distributed.launch import free_port
 from torchshard.distributed.memory import Unreachable, exchanges, segment
 from torchshard.distributed.memory import backend as memory_backend
 from torchshard.distributed.memory.regions import ALIGNMENT, Regions
@@ -756,7 +756,7 @@ def _by_default(rank: int, port: int, backend: str | None, hosts: int) -> list[s
     dist.destroy_process_group()
     place = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
-    host_of, exchanged = dict[int, int](), memory_backend._exchanged
+    host_of, exchanged = dict[int, int](), memory_backend.exchanged_by_store
 
     def noting_hosts(store: Any, key: str, rank: int, size: int, mine: Any, timeout: timedelta) -> list[Any]:
         found = exchanged(store, key, rank, size, mine, timeout)
@@ -769,7 +769,7 @@ def _by_default(rank: int, port: int, backend: str | None, hosts: int) -> list[s
             raise Unreachable("another machine")
         return OtherSegment(address)
 
-    memory_backend._exchanged = noting_hosts
+    memory_backend.exchanged_by_store = noting_hosts
     memory_backend.OtherSegment = opened  # type: ignore[assignment, misc]
     tsd.init_process_group(2, backend=backend)
     assert tsd.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
@@ -785,7 +785,7 @@ def _by_default(rank: int, port: int, backend: str | None, hosts: int) -> list[s
     ],
 )
 def test_groups_of_one_machine_talk_through_memory(backend: str | None, hosts: int, expected: list[str]) -> None:
-    assert run_ranks(_by_default, 4, _free_port(), backend, hosts) == [expected] * 4
+    assert run_ranks(_by_default, 4, free_port(), backend, hosts) == [expected] * 4
 
 
 def test_others_can_not_write() -> None:

@@ -19,20 +19,18 @@ from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.captured import captured_case
-from tests.compiled import compiled, planned_as
 from tests.helpers import nightly
 from tests.models import CASES, GPT
 from torchshard.capture import flatten_call
 from torchshard.checking import lockstep
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.checking.steps import Run, _cotangent, leaf
+from torchshard.checking.steps import Run, cotangent, leaf
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, placeholders
 from torchshard.passes import Partition, direct, schedule, segments, step_graphs
-from torchshard.plans.machine import objective
-from torchshard.testing import kept_graphs, largest, run_ranks
+from torchshard.testing import capture, kept_graphs, largest, run_ranks
 from torchshard.weights.materialize import local_state
 
 
@@ -59,7 +57,7 @@ def _step(
         made = lockstep.run([p.forward for p in parts], values, record)
         count = len(parts[0].given)
         arguments = [
-            [*results[count:], *(_cotangent(r, i) for i, r in enumerate(results[:count]) if parts[0].given[i])]
+            [*results[count:], *(cotangent(r, i) for i, r in enumerate(results[:count]) if parts[0].given[i])]
             for results in made
         ]
         gradients: Any = lockstep.run([p.backward for p in parts], arguments, record)
@@ -74,10 +72,9 @@ def sent(module: fx.GraphModule) -> list[str]:
 def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[float, list[Partition]]:
     """The largest difference of results and gradients between autograd and the graphs of the step."""
     case = captured_case(name)
-    made = planned_as(case.captured, case.model, CASES[name].plan, world)
+    made = case.plan(CASES[name].plan, world).program
     if recompute:
-        aim = objective(None, device="cpu", recompute=recompute)
-        made = planned_as(case.captured, case.model, made.plan, world, aim)
+        made = case.plan(made.plan, world, recompute=recompute).program
     graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
     torch.manual_seed(3)
     run = Run(graphs, _states(made, case.model), call, mesh=made.mesh)
@@ -330,7 +327,7 @@ def _order(module: fx.GraphModule) -> list[str]:
 
 def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
-    made = compiled(model, {"0": "column", "1": "row", "2": "column"}, 2, (x.requires_grad_(),))
+    made = capture(model, (x.requires_grad_(),)).plan({"0": "column", "1": "row", "2": "column"}, 2).program
     backward = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0]).backward
     # the gradient of 2's input is summed behind the product for 2's weight, that of x behind those of 1 and 0
     assert _order(backward) == [
@@ -341,7 +338,7 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
 def test_a_value_is_not_kept_for_its_size() -> None:
     """A mean's backward divides by the number of elements, which forward knows."""
     model = nn.Sequential(nn.Linear(8, 8), Mean())
-    made = compiled(model, {"0": "column"}, 2, (torch.randn(4, 8),))
+    made = capture(model, (torch.randn(4, 8),)).plan({"0": "column"}, 2).program
     saved = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
     assert saved.saved[: saved.saved_tensors] == ("input_1",) and saved.saved_tensors < len(saved.saved)
 
@@ -493,7 +490,7 @@ class _Ordered(nn.Module):
 
 
 def _ordered() -> Partition:
-    made = compiled(_Ordered(), {"up": "column", "down": "row"}, 2, (torch.randn(3, 8),))
+    made = capture(_Ordered(), (torch.randn(3, 8),)).plan({"up": "column", "down": "row"}, 2).program
     return step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
 
 
@@ -515,7 +512,7 @@ def test_a_read_stays_before_a_write() -> None:
 
 
 def test_draws_are_in_the_order_of_the_recorded_memory() -> None:
-    made = compiled(nn.Dropout(0.5), {}, 1, (torch.randn(3, 5, requires_grad=True),))
+    made = capture(nn.Dropout(0.5), (torch.randn(3, 5, requires_grad=True),)).plan({}, 1).program
     run = direct(step_graphs(rank_graphs(made.graph, MeshAxis(1))[0]).forward)
     x, results = torch.randn(3, 5), []
     for given in (x, x.mT.contiguous().mT):
@@ -538,7 +535,7 @@ def _keeps_memory(begin: fx.Node) -> bool:
 @pytest.mark.parametrize("name", ["gpt", "attention"])
 def test_only_memory_that_nobody_else_reads_is_taken(name: str) -> None:
     case = captured_case(name)
-    made = planned_as(case.captured, case.model, CASES[name].plan, 2)
+    made = case.plan(CASES[name].plan, 2).program
     parts = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
     begun = [n for part in (parts.forward, parts.backward) for n in part.graph.nodes if isinstance(n.target, Begin)]
     taking = [n for n in begun if n.target.in_place]
@@ -593,7 +590,7 @@ class _TwoUses(nn.Module):
 
 def test_a_backward_of_some_results_takes_what_the_forward_keeps() -> None:
     """Alone, it would have the view saved, which is computed again where its source is kept."""
-    local = compiled(_TwoUses(), {"up": "column"}, 2, (torch.randn(3, 12),)).local_graph_of(0)
+    local = capture(_TwoUses(), (torch.randn(3, 12),)).plan({"up": "column"}, 2).program.local_graph_of(0)
     (segment,) = (part for part in segments(local) if len(part.results) == 2)
     whole, given = step_graphs(segment.graph), (True, False)
     assert not set(step_graphs(segment.graph, given).saved) <= set(whole.saved)

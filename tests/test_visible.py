@@ -6,18 +6,14 @@ import array
 import configparser
 import contextvars
 import dataclasses
-import importlib.util
 import itertools
-import json
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -28,11 +24,6 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import nightly, refused
-from torchshard.capture import Watch
-from torchshard.capture.attributes import attributes
-from torchshard.capture.visible import visible_to
-from torchshard.capture.watch import ObjectNumbers
-from torchshard.core.user_files import is_user_file
 from torchshard.testing import gradient_error, largest, run_ranks
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -668,40 +659,12 @@ def test_an_iterator_whose_values_are_equal_may_be_read(own_process_group: None)
     assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model(X))
 
 
-def _states_after_changes(rank: int) -> list[int]:
-    watch, numbers = Watch(_Applies(lambda x: HOLDER.value(x))), []
-    for value in (torch.relu, torch.tanh, torch.relu, _times(2.0), _times(3.0), _times(2.0), _Doubles(), _Triples()):
-        HOLDER.value = value
-        numbers.append(watch.state())
-    return numbers
-
-
-def test_all_ranks_number_functions_alike() -> None:
-    first, second = run_ranks(_states_after_changes, 2)
-    assert first == second == [1, 2, 1, 3, 4, 3, 5, 6]
-
-
 def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
     model, sharded = pair
     model.config.scale = 3.0
     assert sharded.config is model.config and torch.equal(sharded(X), model(X))
     model.config.scale = 1.0
     assert torch.equal(sharded(X), model(X)) and sharded.captures == 2
-
-
-def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in visible_to(_Sees(_Config())).functions()}
-    assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
-    assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
-
-
-def test_states_are_numbered_as_they_appear() -> None:
-    model = _Sees(_Config())
-    watch = Watch(model)
-    for scale, number in ((1.0, 0), (2.0, 1), (1.0, 0), (3.0, 2), (3.0, 2), (True, 3)):
-        model.config.scale = scale
-        assert watch.state() == number
-    assert watch.latest_change == "config.scale"
 
 
 def test_function_arguments_are_distinguished_by_their_behaviour() -> None:
@@ -803,14 +766,6 @@ def _changed_on_one_rank(rank: int) -> list[bool]:
 
 def test_a_change_on_one_rank_is_an_error_on_all() -> None:
     assert run_ranks(_changed_on_one_rank, 2) == [[True] * 3] * 2
-
-
-def test_objects_are_numbered_and_not_kept_alive() -> None:
-    numbers, first, second = ObjectNumbers(), torch.ones(1), object()
-    assert [numbers.of(value) for value in (first, second, first)] == [0, 1, 0]
-    gone = weakref.ref(first)
-    del first
-    assert gone() is None and numbers.of(torch.ones(1)) == 2
 
 
 class _Scaled(nn.Module):
@@ -937,91 +892,3 @@ def test_no_code_of_a_class_runs_because_an_object_is_looked_at(value: Any, own_
     READS_OF_CLASSES.clear()
     sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
     assert _error_beside(sharded, model) < 1e-10 and not READS_OF_CLASSES
-
-
-# --- which code is the user's ----------------------------------------------------------------------------------------
-
-_LIBRARY = """
-import torch
-from torch import nn
-
-SETTINGS = {"scale": 1.0}
-_FACTOR = [SETTINGS, SETTINGS]
-
-class Layer(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * SETTINGS["scale"] * _FACTOR[0]["scale"]
-"""
-
-
-def _metadata(folder: Path, name: str, files: str = "", **texts: str) -> None:
-    """Writes what a package manager leaves of a distribution in a folder of `sys.path`."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    for file, text in {"METADATA": f"Name: {name}\n", "RECORD": files, **texts}.items():
-        (info / file.replace("_json", ".json")).write_text(text)
-
-
-def _editable(tmp_path: Path) -> dict[str, str]:
-    origin = {"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}}
-    return {"direct_url_json": json.dumps(origin)}
-
-
-def _in_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "A-library", "a_library/__init__.py,,\na_library/deep/layers.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))  # as PYTHONPATH, and a .pth file in a site folder, do
-    return tmp_path
-
-
-def _in_another_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return tmp_path / "dist-packages"
-
-
-def _editable_and_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "needs-it", METADATA="Name: needs-it\nRequires-Dist: A_Library (>=1) ; extra == 'x'\n")
-    return _editable_project(tmp_path, monkeypatch)
-
-
-def _editable_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "A-library", **_editable(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path / "checkout" / "src"
-
-
-def _beside_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "another", "another/__init__.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def _script_in_a_librarys_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = _editable_and_required(tmp_path, monkeypatch).parent / "examples"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("install", "is_users"),
-    [
-        (_in_target, False),
-        (_in_another_site, False),
-        (_editable_and_required, False),
-        (_editable_project, True),
-        (_beside_installed_ones, True),
-        (_script_in_a_librarys_repository, True),
-    ],
-)
-def test_a_library_is_one_wherever_it_is_installed(
-    install: Any, is_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder: Path = install(tmp_path, monkeypatch) / "a_library" / "deep"
-    folder.mkdir(parents=True)
-    path = folder / "layers.py"
-    path.write_text(_LIBRARY)
-    spec = importlib.util.spec_from_file_location("a_library.deep.layers", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "a_library.deep.layers", module)
-    spec.loader.exec_module(module)
-    held = [one for one in visible_to(nn.Sequential(module.Layer(2, 2))).namespaces if one.owner is module.SETTINGS]
-    assert is_user_file(str(path)) is bool(held) is is_users

@@ -17,8 +17,7 @@ from torch.autograd import Function
 
 import torchshard as ts
 from tests.helpers import nightly
-from torchshard.rules.registry import RULES
-from torchshard.testing import largest, run_ranks
+from torchshard.testing import changed_rule, largest, run_ranks
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -223,16 +222,14 @@ def test_a_rule_may_split_one() -> None:
     with pytest.warns(UserWarning, match=r"gathered per step for .*Reversal.*no sharding rule"):
         ts.check(model, plan, world_size=2, example_inputs=(X,))
 
-    @ts.rule(Reversal)
     def reversal(call: Any) -> Any:
         assert call["alpha"] == 0.5
         return call.row("... -> ...")
 
-    try:
+    with changed_rule(Reversal, None):
+        ts.rule(Reversal)(reversal)
         report = ts.check(model, plan, world_size=2, example_inputs=(X,))
         made = ts.plan(model, plan, world_size=2, example_inputs=(X,))
-    finally:
-        del RULES[Reversal]
     assert report.ok, str(report)
     assert made.choices["Reversal"].name.startswith("split")
 

@@ -45,7 +45,7 @@ NOISE_TRIALS = 4
 """The unsharded graph runs so many times to measure its rounding noise."""
 
 
-def _cotangent(output: Tensor, index: int) -> Tensor:
+def cotangent(output: Tensor, index: int) -> Tensor:
     """A fixed random gradient of an output.
 
     Its seed is unlike any that a user would choose for inputs: a gradient with the numbers of the input hides errors,
@@ -84,7 +84,7 @@ def _own_cotangent(output: Tensor, number: int, words: Sequence[Word], place: Pl
     for axis, layout in word:
         assert isinstance(layout, Shard), word
         shape[layout.dim] *= axis.size
-    return split(_cotangent(output.new_empty(shape), number), word, place)
+    return split(cotangent(output.new_empty(shape), number), word, place)
 
 
 def output_words(local: fx.GraphModule, mesh: Mesh) -> list[Word]:

@@ -152,6 +152,11 @@ def settling(group: Group, comparison: Callable[[], object]) -> Iterator[None]:
             group.memory.rider = None  # of a call that was interrupted
 
 
+def has_comparison() -> bool:
+    """Whether this thread has begun a comparison that has not ended."""
+    return _open.comparison is not None
+
+
 def settle() -> None:
     """Ends the comparison that this thread has begun, if there is one."""
     comparison, _open.comparison = _open.comparison, None
