@@ -637,7 +637,7 @@ FAULTS = (
         "weights/boxes.py",
         "itertools.accumulate((b - a for a, b in own), initial=0)",
         "itertools.repeat(0)",
-        "tests/test_words.py -k parts_of",
+        "tests/test_layouts.py -k parts_of",
     ),
     Fault(
         "runs without the gaps between them",
@@ -651,14 +651,14 @@ FAULTS = (
         "weights/safetensors_writer.py",
         "values.permute(order), place.permute(order)",
         "values.permute(order), place",
-        "tests/test_checkpoints.py -k its_place_says",
+        "tests/test_checkpoint_files.py -k its_place_says",
     ),
     Fault(
         "read parts of slices from their beginning",
         "weights/boxes.py",
         "tuple((at + first - start, at + last - start)",
         "tuple((at, at + last - first)",
-        "tests/test_words.py -k parts_of",
+        "tests/test_layouts.py -k parts_of",
     ),
     Fault(
         "committed before all have written",
@@ -672,7 +672,7 @@ FAULTS = (
         "core/words.py",
         "for axis, layout in reversed(of):",
         "for axis, layout in of:",
-        "tests/test_words.py -k whole",
+        "tests/test_layouts.py -k whole",
     ),
     Fault(
         "of a value that one axis splits the next one reads a part's size",
@@ -749,7 +749,7 @@ FAULTS = (
         "planner/timeline.py",
         "before, now = now, max(now, sent(op.gathers[way], before))",
         "before, now = now, max(now, sent(op.gathers[way], now))",
-        "tests/test_timeline.py",
+        "tests/test_costs.py",
     ),
     Fault(
         "a tensor is kept for the backward that needs its size",
@@ -946,7 +946,7 @@ FAULTS = (
         "distributed/kernels.py",
         'return op(sent, "sum", name), made.result',
         "return sent.clone(), made.result",
-        "tests/test_compile.py -k lowered",
+        "tests/test_lowering.py -k lowered",
     ),
     Fault(
         "compiled graphs draw numbers of their own",
@@ -1065,7 +1065,7 @@ FAULTS = (
         "passes/bucket.py",
         "nodes = sorted(nodes, key=place.__getitem__)",
         "nodes = list(nodes)",
-        "tests/test_bytes.py -k soft_mixture",
+        "tests/test_costs.py -k soft_mixture",
     ),
     Fault(
         "what reads memory gets it as the ranks laid it out",

@@ -127,6 +127,66 @@ def test_it(case):
 """
 
 
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOOR = {"testing", "distributed", "distributed.launch", "nn", "nn.functional"}
+"""What tests import, beside `torchshard` itself: what users import; `launch` is a function, too."""
+INSIDE = {
+    "test_capture.py": "nodes of a capture before any pass",
+    "test_capture_parts.py": "known calls, watched code, attributes",
+    "test_checkpoint_files.py": "files of a checkpoint",
+    "test_collectives.py": "conversions on ranks",
+    "test_conversions.py": "laws of conversions",
+    "test_costs.py": "prices, timeline, predictions",
+    "test_figures.py": "parts of pictures, texts",
+    "test_folders.py": "reading of weights",
+    "test_following.py": "slices that are followed",
+    "test_gpus.py": "groups as on GPUs",
+    "test_layouts.py": "laws of layouts and words",
+    "test_lowering.py": "direct, decompose, lower",
+    "test_mutations.py": "faults in passes and in the check",
+    "test_notation.py": "notation",
+    "test_passes.py": "passes, one after the other",
+    "test_planner.py": "elimination",
+    "test_planner_models.py": "search",
+    "test_repeated.py": "equal layers",
+    "test_shared_memory.py": "wire and memory",
+    "test_step.py": "graphs of a step",
+}
+"""The tests of one algorithm by itself, which import more: of what."""
+
+
+def test_tests_go_through_the_door() -> None:
+    inside = {path.name for path in TESTS if _ours(path) - DOOR}
+    assert inside == set(INSIDE) and len(INSIDE) <= 20
+
+
+def _private(path: Path) -> Iterator[str]:
+    """The private names of the package that a file imports, reads, or names in a string."""
+    tree = ast.parse(path.read_text())
+    modules = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchshard":
+            modules |= {alias.asname or alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names if _is_private(alias.name))
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name.startswith("torchshard")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if node.attr.startswith("_ts_") or (isinstance(node.value, ast.Name) and node.value.id in modules):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\btorchshard(?:\.\w+)*\.(_[a-z]\w*)", node.value)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_no_test_reads_a_private_name(path: Path) -> None:
+    assert list(_private(path)) == []
+
+
 def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
     texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
     importing = {name: text for name, text in texts.items() if "from tests." in text}

@@ -34,7 +34,7 @@ from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
-from torchshard.weights.state_slices import StateSlice, mark_copies
+from torchshard.weights.state_slices import PLACE, StateSlice, mark_copies
 
 
 def _file(folder: Path, name: str = "0-of-1.safetensors") -> Path:
@@ -208,7 +208,7 @@ def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_shard
     held = io.BytesIO()
     torch.save(_slice(), held)
     for with_models in (False, True):
-        monkeypatch.delattr(Tensor, "_torchshard_place", raising=False)
+        monkeypatch.delattr(Tensor, PLACE, raising=False)
         if with_models:
             mark_copies()
         held.seek(0)
