@@ -143,11 +143,11 @@ def test_no_operator_mistakes_a_slice_silently(ranks: int, part: int) -> None:
 
 
 TP, DP = MeshAxis(2, "tp"), MeshAxis(2, "dp")
-PARTS: tuple[Part, ...] = ((2, 2), (4, 1))
+SEGMENTS: tuple[Part, ...] = ((2, 2), (4, 1))
 WORDS: dict[str, Word] = {
     "rows": word((TP, Shard(0))),
     "columns": word((TP, Shard(1))),
-    "parts": word((TP, Shard(0, PARTS))),
+    "parts": word((TP, Shard(0, SEGMENTS))),
     "twice": word((TP, Shard(0)), (DP, Shard(0))),
     "both": word((TP, Shard(1)), (DP, Shard(0))),
 }

@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.captured import checked
 from tests.helpers import BACKENDS, allocated, nightly
 from tests.models import CASES, GPT, MLP
 from torchshard.testing import CapturedCall, capture, predicted_memory, run_ranks
@@ -147,7 +148,7 @@ def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> N
             try:
                 plan = ts.Plan.from_json(_changed(body, list(path), value))
                 assert str(plan) and ts.explain(plan)
-                report = call.check(plan, 2)
+                report = checked(call, plan, 2)
             except ts.ShardError as error:
                 assert str(error).count("\n") == 3, str(error)
                 outcomes.append("refused")
