@@ -27,6 +27,7 @@ from torchshard.testing import (
     gradient_error,
     largest,
     nbytes,
+    on_ranks,
     rank_graph,
     run_ranks,
     step_graphs,
@@ -330,18 +331,15 @@ def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...],
         assert largest(*worst.values()) < 1e-10, worst
 
 
-def _beside_ddp(rank: int) -> float:
+@on_ranks(2)
+def test_a_loss_outside_is_averaged_as_ddp_does(rank: int) -> None:
     """The worst difference of a gradient from DistributedDataParallel's, of a loss outside of the model."""
     model, own = _model(p=0.0), _own(_batch(2), rank)
     sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
     wrapped = DistributedDataParallel(model)
     for m in (wrapped, sharded):
         m(*own)[1].square().mean().backward()
-    return gradient_error(sharded, model)
-
-
-def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
-    assert largest(*run_ranks(_beside_ddp, 2)) < 1e-12
+    assert gradient_error(sharded, model) < 1e-12
 
 
 def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from transformers import DynamicCache, StaticCache
 
 import torchshard as ts
 from tests.helpers import nightly, refused, refused_input
-from torchshard.testing import collective, kept_graphs, largest, run_ranks, split
+from torchshard.testing import collective, kept_graphs, largest, on_ranks, run_ranks, split
 
 WIDTH, HEADS = 12, 3
 COLUMNS = {"q": "column", "k": "column", "v": "column", "o": "row"}
@@ -273,7 +273,9 @@ def test_what_is_left_has_the_unsharded_models_gradients(name: str, world: int) 
     assert name == "an argument" or "3 outputs" in str(report)
 
 
-def _trains(rank: int) -> float:
+@pytest.mark.nightly
+@on_ranks(2)
+def test_gradients_flow_from_call_to_call(rank: int) -> None:
     """Truncated backpropagation: gradients flow through what earlier calls have left."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
@@ -290,12 +292,7 @@ def _trains(rank: int) -> float:
         for name, p in model.named_parameters():
             mine = split(p.grad, sharded.layouts[name], rank, 2)
             worst = largest(worst, float((mine - own[name].grad.as_subclass(Tensor)).abs().max()))
-    return worst
-
-
-@pytest.mark.nightly
-def test_gradients_flow_from_call_to_call() -> None:
-    assert max(run_ranks(_trains, 2)) < 1e-10
+    assert worst < 1e-10
 
 
 # --- slices ----------------------------------------------------------------------------------------------------------

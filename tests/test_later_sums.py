@@ -21,6 +21,7 @@ from torchshard.testing import (
     full_gradient,
     gradient_error,
     largest,
+    on_ranks,
     rank_graph,
     run_ranks,
     step_graphs,
@@ -246,7 +247,8 @@ class Branches(nn.Module):
         return ((self.a if first else self.b)(x)).square().mean()
 
 
-def _other_parameters(rank: int) -> bool:
+@on_ranks(2)
+def test_a_later_call_may_reach_other_parameters(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Branches().double(), torch.randn(8, 6).double()
     sharded = ts.shard(copy.deepcopy(model), {}, data="shard")
@@ -256,14 +258,11 @@ def _other_parameters(rank: int) -> bool:
     for first in (True, False):
         model(x, first).backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return all(torch.allclose(p.grad, full_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
+    assert all(torch.allclose(p.grad, full_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
 
 
-def test_a_later_call_may_reach_other_parameters() -> None:
-    assert all(run_ranks(_other_parameters, 2))
-
-
-def _autocast(rank: int) -> bool:
+@on_ranks(2)
+def test_under_autocast(rank: int) -> None:
     """Parts in float32 of what autocast has cast are summed in float32."""
     torch.manual_seed(0)
     model, x = Casts(), torch.randn(2, 6, 8)
@@ -276,11 +275,7 @@ def _autocast(rank: int) -> bool:
         for loss in losses:
             loss.backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return found and all(torch.allclose(p.grad, full_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
-
-
-def test_under_autocast() -> None:
-    assert all(run_ranks(_autocast, 2))
+    assert found and all(torch.allclose(p.grad, full_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
 
 
 def test_without_data_it_does_nothing() -> None:

@@ -34,6 +34,7 @@ from torchshard.testing import (
     gradient_error,
     largest,
     listing,
+    on_ranks,
     rank_graph,
     run_ranks,
     step_graphs,
@@ -95,7 +96,8 @@ class Fixed(nn.Module):
         return self.linear(x) * self.rows
 
 
-def _part_of_a_fixed_batch(rank: int) -> float:
+@on_ranks(2)
+def test_of_a_batch_that_forward_fixes_a_rank_has_its_part(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Fixed().double(), torch.randn(8, 6).double()
     sharded = ts.shard(copy.deepcopy(model), {}, mesh={"dp": 2, "tp": 1}, data="replicate")
@@ -107,11 +109,7 @@ def _part_of_a_fixed_batch(rank: int) -> float:
     whole.square().mean().backward()
     part.square().mean().backward()
     pairs = [(part, whole[mine]), (sharded.linear.weight.grad, model.linear.weight.grad)]
-    return largest(*((a - b).abs().max().item() for a, b in pairs))
-
-
-def test_of_a_batch_that_forward_fixes_a_rank_has_its_part() -> None:
-    assert largest(*run_ranks(_part_of_a_fixed_batch, 2)) < 1e-12
+    assert largest(*((a - b).abs().max().item() for a, b in pairs)) < 1e-12
 
 
 class Positions(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.test_examples import EXAMPLES, check_gpt
-from torchshard.testing import largest, run_ranks, split
+from torchshard.testing import largest, on_ranks, split
 
 NAMESPACES = [
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"),
@@ -66,7 +66,8 @@ def test_two_hosts() -> None:
     check_gpt(done.stdout)
 
 
-def _data_parallel_across(rank: int) -> float:
+@on_ranks(4)
+def test_data_parallel_across_model_parallel_groups(rank: int) -> None:
     """The largest error of a gradient: two groups of two, each with half of the batch."""
     tsd.init_process_group(group_size=2)
     torch.manual_seed(0)
@@ -85,8 +86,4 @@ def _data_parallel_across(rank: int) -> float:
         assert parameter.grad is not None and grads[name] is not None
         errors.append((parameter.grad - split(grads[name], model.layouts[name], tsd.get_rank(), 2)).abs().max().item())
     assert tsd.get_rank() == rank % 2 and len(errors) == len(grads)
-    return largest(*errors)
-
-
-def test_data_parallel_across_model_parallel_groups() -> None:
-    assert largest(*run_ranks(_data_parallel_across, 4)) < 1e-10
+    assert largest(*errors) < 1e-10

@@ -20,7 +20,17 @@ import torchshard as ts
 from tests.helpers import nightly, refused
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
-from torchshard.testing import Partition, capture, kept_graphs, largest, nbytes, predicted_memory, run_ranks, split
+from torchshard.testing import (
+    Partition,
+    capture,
+    kept_graphs,
+    largest,
+    nbytes,
+    on_ranks,
+    predicted_memory,
+    run_ranks,
+    split,
+)
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
 """Models, and globs of what is computed again."""
@@ -239,7 +249,8 @@ class _Stages(nn.Module):
         return results
 
 
-def _stages(rank: int) -> float:
+@on_ranks(2)
+def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next(rank: int) -> None:
     torch.manual_seed(0)
     model, x = _Stages().double(), torch.randn(4, 8, dtype=torch.double)
     sharded = ts.shard(copy.deepcopy(model), {"blocks.*": "replicate"}, recompute="blocks.*")
@@ -248,16 +259,8 @@ def _stages(rank: int) -> float:
         (first.sin().sum() + last.square().sum()).backward()
     assert all(kept.has_step_graphs for kept in kept_graphs(sharded))
     grads = {n: p.grad for n, p in model.named_parameters()}
-    return largest(
-        *(
-            float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
-            for n, p in sharded.named_parameters()
-        )
-    )
-
-
-def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
-    assert largest(*run_ranks(_stages, 2)) < 1e-12
+    pairs = ((split(grads[n], sharded.layouts[n], rank, 2), p.grad) for n, p in sharded.named_parameters())
+    assert largest(*(float((a - b).abs().max()) for a, b in pairs)) < 1e-12
 
 
 class _ReturnsItsBias(nn.Module):
