@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import nightly, refused_input
-from tests.test_carried import GENERATED, _model
+from tests.test_carried_caches import GENERATED, _model
 from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
 
 Ways = str | dict[str, str]
