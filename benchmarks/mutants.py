@@ -56,8 +56,12 @@ class Fault:
     counts for real processes, for sizes that are told or for mistakes in a rule, or is the check's own."""
 
 
-LAYOUTS, RULES, RANKS = "tests/test_layouts.py", "tests/test_rules.py", "tests/test_collectives.py"
-PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_mutations.py"
+LAYOUTS, RULES, RANKS = (
+    "tests/test_layouts.py",
+    "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
+    "tests/test_collectives.py",
+)
+PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py"
 
 FAULTS = (
     # layouts
@@ -420,7 +424,7 @@ FAULTS = (
         "ir/graph.py",
         "bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))",
         "bool(node.is_impure(impure_random=False))",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="unused_norm",
     ),
     Fault(
@@ -428,7 +432,7 @@ FAULTS = (
         "passes/aliases.py",
         "        version = self.version.get(self.root(node), 0)\n",
         "        version = self.seen_version.get(node, 0)\n",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="an_older_view",
     ),
     Fault(
@@ -436,7 +440,7 @@ FAULTS = (
         "passes/functionalize.py",
         "    _store_written(aliases)\n",
         "",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="writes",
     ),
     Fault(
@@ -580,35 +584,35 @@ FAULTS = (
         "distributed/consistency.py",
         "close = spread <= TOLERANCE * largest",
         "close = True",
-        "tests/test_habits.py",
+        "tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "a step is not counted",
         "runtime/optimizers.py",
         "            cast(StepCounter, model).note_step(settings)\n",
         "            pass\n",
-        "tests/test_history.py tests/test_habits.py",
+        "tests/test_history.py tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "norms of slices pass for those of wholes",
         "weights/slice_values.py",
         "joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)",
         "joined = powers",
-        "tests/test_state.py tests/test_habits.py",
+        "tests/test_state.py tests/test_state_parts.py tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "what is computed by elements is no slice any more",
         "weights/slice_calls.py",
         "return mark(leaf, of, False) if isinstance(of, SliceType) and not is_given else leaf",
         "return leaf",
-        "tests/test_habits.py",
+        "tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "globals of the functions that forward calls are not watched",
         "capture/visible.py",
         "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
         "        pass\n",
-        "tests/test_visible.py",
+        "tests/test_visible.py tests/test_visible_ranks.py",
     ),
     Fault(
         "values that hold others have no text of their type and place",
@@ -693,49 +697,49 @@ FAULTS = (
         "distributed/ranks.py",
         "in reversed([*enumerate(of)]):",
         "in [*enumerate(of)][-1:]:",
-        "tests/test_meshes.py -k slices_of_slices",
+        "tests/test_mesh_ranks.py -k slices_of_slices",
     ),
     Fault(
         "ranks that hold the same slice count it each in a norm",
         "runtime/training.py",
         "_is_slice(p) and ranks.counts(p)",
         "_is_slice(p)",
-        "tests/test_meshes.py -k by_the_norm",
+        "tests/test_mesh_ranks.py -k by_the_norm",
     ),
     Fault(
         "a norm over two models is that over the ranks of the first",
         "distributed/ranks.py",
         "max(found, key=lambda ranks: ranks.count)",
         "found[0]",
-        "tests/test_meshes.py -k by_the_norm",
+        "tests/test_mesh_ranks.py -k by_the_norm",
     ),
     Fault(
         "of ranks with the same slice each counts for PyTorch's norm",
         "weights/slice_values.py",
         ".where(counts, 0.0)",
         "",
-        "tests/test_meshes.py -k whole_batch",
+        "tests/test_meshes.py tests/test_mesh_ranks.py -k whole_batch",
     ),
     Fault(
         "a slice that one axis has found to differ is not told along the other",
         "runtime/module.py",
         "tell_failure(self._ts_group, failure)",
         "_raise(failure) if failure else None",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "ranks that share weights don't compare their parts of the batch",
         "runtime/module.py",
         "compared = inputs if self._ts_across is None else compared",
         "compared = inputs",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "a refusal is told to the ranks of one axis alone",
         "runtime/module.py",
         "        except ShardError as error:\n            failure = error\n",
         "        except ShardError:\n            raise\n",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "sums over one axis are priced as of whole weights, where another axis holds slices",
@@ -840,7 +844,7 @@ FAULTS = (
         "checkpoints/copies.py",
         'copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())',
         "copied = tensor.detach()",
-        "tests/test_checkpoints.py -k 'copies or changes_after'",
+        "tests/test_checkpoint_habits.py -k 'copies or changes_after'",
     ),
     Fault(
         "optimizer states by the order of parameters",
@@ -854,14 +858,14 @@ FAULTS = (
         "checkpoints/loading.py",
         "for step in reversed(undo):",
         "for step in ():",
-        "tests/test_checkpoints.py -k fails_last",
+        "tests/test_checkpoint_habits.py -k fails_last",
     ),
     Fault(
         "states cast to the parameters' dtype",
         "checkpoints/loading.py",
         "loaded[key].dtype != value.dtype",
         "False",
-        "tests/test_checkpoints.py -k any_optimizer",
+        "tests/test_checkpoint_habits.py -k any_optimizer",
     ),
     Fault(
         "state dicts of new optimizers without marks",
@@ -882,7 +886,7 @@ FAULTS = (
         "core/mesh.py",
         "for axis in reversed(self.axes):",
         "for axis in self.axes:",
-        "tests/test_meshes.py -k 'training_is and hsdp and not tp'",
+        "tests/test_mesh_ranks.py -k 'training_is and hsdp and not tp'",
     ),
     # the step: forward and backward as graphs
     Fault(
@@ -911,28 +915,28 @@ FAULTS = (
         "runtime/step.py",
         "        ctx.set_materialize_grads(False)\n",
         "",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "no segment ends at a result",
         "ir/segments.py",
         "        if views or any(",
         "        if views and any(",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "buffers are written to again for gradients of gradients",
         "runtime/step.py",
         "ctx.before.get(i, tensor)",
         "tensor",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "other masks for gradients of gradients",
         "runtime/step.py",
         "_drawing(ctx.rng_states, before)",
         "_drawing({}, before)",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "a lowered collective is not waited for",
@@ -995,7 +999,7 @@ FAULTS = (
         "planner/costs.py",
         "if back.nbytes and value.hides:",
         "if False:",
-        "tests/test_plans.py -k hidden",
+        "tests/test_plan_options.py -k hidden",
     ),
     Fault(
         "what was gathered of a sequence is kept",
@@ -1023,14 +1027,14 @@ FAULTS = (
         "passes/sums_behind.py",
         "if own and _is_backward(begin):",
         "if False:",
-        "tests/test_meshes.py -k hidden_behind",
+        "tests/test_mesh_ranks.py -k hidden_behind",
     ),
     Fault(
         "gradients of a part of the batch are not averaged",
         "runtime/batches.py",
         "factor * ranks if enters else factor / ranks",
         "factor * ranks if enters else factor",
-        "tests/test_batches.py -k ddp",
+        "tests/test_batch_training.py -k ddp",
     ),
     Fault(
         "gradients of parts that enter a graph are not multiplied",
@@ -1058,7 +1062,7 @@ FAULTS = (
         "distributed/memory/stream.py",
         "self.of_all = [post.riding[1:] for post in posts]",
         "self.of_all = [list(self.numbers[1:]) for post in posts]",
-        "tests/test_shared_memory.py -k precedes",
+        "tests/test_shared_memory_faults.py -k precedes",
     ),
     Fault(
         "sums are joined in the order of their layers",
@@ -1079,14 +1083,14 @@ FAULTS = (
         "runtime/batches.py",
         "_OPS.scatter.default",
         "_OPS.narrow.default",
-        "tests/test_batches.py -k whole_batches",
+        "tests/test_batch_training.py -k whole_batches",
     ),
     Fault(
         "the size of a part is taken for that of the batch",
         "passes/localize.py",
         "call_function(operator.mul, (node, ranks))",
         "call_function(operator.mul, (node, 1))",
-        "tests/test_batches.py -k whole_batch",
+        "tests/test_batches.py tests/test_batch_training.py -k whole_batch",
     ),
     Fault(
         "neighbours among sorted rows are taken for rows of their own",
@@ -1114,28 +1118,28 @@ FAULTS = (
         "distributed/experts.py",
         "lambda rows: rows[order], lengths",
         "lambda rows: rows, lengths",
-        "tests/test_experts.py -k rows_at",
+        "tests/test_experts_sent.py -k rows_at",
     ),
     Fault(
         "rows come back in the order of the experts",
         "distributed/experts.py",
         "as_they_came[_in_order_of_experts(received)] = x",
         "as_they_came.copy_(x)",
-        "tests/test_experts.py -k rows_at",
+        "tests/test_experts_sent.py -k rows_at",
     ),
     Fault(
         "rows are viewed by the number that there was before they went to experts",
         "passes/to_experts.py",
         "node.replace_input_with(size, own_count)",
         "node.replace_input_with(size, size)",
-        "tests/test_experts.py -k rows_go",
+        "tests/test_experts_sent.py -k rows_go",
     ),
     Fault(
         "what meets rows at their experts stays where it was",
         "passes/to_experts.py",
         "if taken not in region.nodes:",
         "if taken is region.rows:",
-        "tests/test_experts.py -k rows_go",
+        "tests/test_experts_sent.py -k rows_go",
     ),
     Fault(
         "what a call leaves of a part of the batch is taken for the whole batch's",

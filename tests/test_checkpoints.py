@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.helpers import nightly, refused
@@ -31,8 +30,7 @@ EXTRA = {"step": 2, "seen": torch.arange(3), "names": ("a", None, {1: 2.5})}
 
 def _id(folder: str | Path) -> str:
     """The id of the save that a folder holds."""
-    id_: str = json.loads(Path(folder, "checkpoint.json").read_text())["id"]
-    return id_
+    return str(json.loads(Path(folder, "checkpoint.json").read_text())["id"])
 
 
 def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -161,41 +159,6 @@ def _empty_slices(rank: int, folder: str) -> bool:
 
 def test_tied_parameters_with_empty_slices(tmp_path: Path) -> None:
     assert run_ranks(_empty_slices, 3, str(tmp_path)) == [True] * 3
-
-
-# --- replicas --------------------------------------------------------------------------------------------------------
-
-
-def _replicas(rank: int, folder: str, loads: bool) -> Any:
-    model, optimizer, _ = _run("auto", group_size=2)
-    torch.manual_seed(7 + ts.distributed.get_data_parallel_rank())
-    wrapped = DistributedDataParallel(model, process_group=ts.distributed.get_data_parallel_group())
-    if loads:
-        ts.load(folder, wrapped, optimizer)
-    else:
-        train(wrapped, optimizer, STEPS)
-        ts.save(folder, wrapped, optimizer)
-    return whole_state(model), _optimizer_state(optimizer), torch.rand(4)
-
-
-@pytest.mark.nightly
-def test_replicas_save_and_load_together(tmp_path: Path) -> None:
-    before, after = (run_ranks(_replicas, 4, str(tmp_path), loads) for loads in (False, True))
-    files = sorted(path.name for path in tmp_path.glob("data-*/*"))
-    assert files == [f"{i}-of-2{r}.safetensors" for i in "01" for r in (".1", "")] + ["objects.bin"]
-    for (whole, state, drawn), (loaded, loaded_state, drawn_after) in zip(before, after, strict=True):
-        assert _same(whole, loaded) and torch.equal(drawn, drawn_after)
-        for group, other in zip(state, loaded_state, strict=True):
-            assert all(_same(a, b) for a, b in zip(group, other, strict=True))
-    assert not torch.equal(before[0][2], before[2][2])  # replicas have drawn their own masks
-    whole, _, _ = run_ranks(_loads_alone, 1, str(tmp_path))[0]
-    assert _same(whole, before[0][0])
-
-
-def _loads_alone(rank: int, folder: str) -> Any:
-    model, optimizer, _ = _run(None)
-    ts.load(folder, model, optimizer)
-    return whole_state(model), None, None
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import refused
 from tests.resumed import Small, small
-from tests.test_folders import MODELS, SIZES
+from tests.test_folder_models import MODELS
+from tests.test_folders import SIZES
 from torchshard.testing import gradient_error, largest, run_ranks
 
 CALL = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}

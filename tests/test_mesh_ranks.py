@@ -19,7 +19,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import nightly, refused, refused_input
 from tests.test_batches import KINDS, PART, WAYS, _batch, _model, _model_of, _own, _train_both
-from tests.test_folders import _saved
+from tests.test_folder_models import _saved
 from tests.test_meshes import HYBRID, MESHES, PLAN
 from torchshard.testing import (
     begun,
