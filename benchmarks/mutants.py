@@ -502,7 +502,7 @@ FAULTS = (
         "capture/regions.py",
         "inside = {n for n in ops if not modes_of(n).grad}",
         "inside = set()",
-        "tests/test_capture.py tests/test_autocast.py",
+        "tests/test_capture.py tests/test_capture_modes.py tests/test_autocast.py",
         models="no_grad",
     ),
     Fault(
@@ -612,7 +612,7 @@ FAULTS = (
         "capture/visible.py",
         "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
         "        pass\n",
-        "tests/test_visible.py tests/test_visible_ranks.py",
+        "tests/test_visible.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
     ),
     Fault(
         "values that hold others have no text of their type and place",
@@ -626,7 +626,7 @@ FAULTS = (
         "capture/attributes.py",
         "        return Unknown()  # how far it has come can't be seen without moving it\n",
         "        return value\n",
-        "tests/test_visible.py -k iterator",
+        "tests/test_visible_hooks.py -k iterator",
     ),
     Fault(
         "results that forward leaves in attributes are not told of",
