@@ -61,7 +61,7 @@ LAYOUTS, RULES, RANKS = (
     "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
     "tests/test_collectives.py",
 )
-PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py"
+PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py tests/test_rounding.py"
 
 FAULTS = (
     # layouts
@@ -518,7 +518,7 @@ FAULTS = (
         "weights/materialize.py",
         "nn.Parameter(sliced, tensor.requires_grad)",
         "nn.Parameter(sliced)",
-        "tests/test_mutations.py -k frozen",
+        "tests/test_rounding.py -k frozen",
         models="frozen",
     ),
     # the check itself
@@ -527,7 +527,7 @@ FAULTS = (
         "checking/compare.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
-        "tests/test_mutations.py",
+        "tests/test_mutations.py tests/test_rounding.py",
     ),
     Fault(
         "noise as large as the largest gradient",
@@ -541,7 +541,7 @@ FAULTS = (
         "checking/check.py",
         "report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)",
         "report = _report(trial, sides, tolerance_of(compiled.captured.graph))",
-        "tests/test_mutations.py -k smaller_than_rounding",
+        "tests/test_rounding.py -k smaller_than_rounding",
     ),
     Fault(
         "noise that undoes a choice",
@@ -555,28 +555,28 @@ FAULTS = (
         "checking/check.py",
         "    if any(c.error > tolerance for c in captured):\n        return report\n",
         "",
-        "tests/test_mutations.py -k flip",
+        "tests/test_rounding.py -k flip",
     ),
     Fault(
         "what rounding may do is excused where wider dtypes differ too",
         "checking/check.py",
         "return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)",
         "return all(c.error <= self.tolerance for c in self.comparisons)",
-        "tests/test_mutations.py -k flip",
+        "tests/test_rounding.py -k flip",
     ),
     Fault(
         "what rounding hides of the capture",
         "checking/check.py",
         "return _with_captured(report, reference, args, kwargs)",
         "return report",
-        "tests/test_mutations.py -k hidden_by_rounding",
+        "tests/test_rounding.py -k hidden_by_rounding",
     ),
     Fault(
         "gradients of frozen parameters are not compared",
         "checking/compare.py",
         'comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]',
         "pass",
-        "tests/test_mutations.py -k ranks_train",
+        "tests/test_rounding.py -k ranks_train",
     ),
     # what ranks have done, and slices in the hands of users
     Fault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -185,6 +186,18 @@ def _is_private(name: str) -> bool:
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_no_test_reads_a_private_name(path: Path) -> None:
     assert list(_private(path)) == []
+
+
+def test_every_seeded_fault_has_its_place() -> None:
+    """The bench of faults changes lines of the library: each is there, once."""
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
+    assert spec is not None and spec.loader is not None
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = mutants  # its dataclass looks itself up there
+    spec.loader.exec_module(mutants)
+    texts = {fault.file: (ROOT / "torchshard" / fault.file).read_text() for fault in mutants.FAULTS}
+    assert len(mutants.FAULTS) >= 30
+    assert [fault.name for fault in mutants.FAULTS if texts[fault.file].count(fault.right) != 1] == []
 
 
 def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
