@@ -61,7 +61,10 @@ LAYOUTS, RULES, RANKS = (
     "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
     "tests/test_collectives.py",
 )
-PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py tests/test_rounding.py"
+PASSES = (
+    "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py "
+    "tests/test_rounding.py"
+)
 
 FAULTS = (
     # layouts
