@@ -42,7 +42,7 @@ def test_sums_that_the_backward_waits_for_are_hidden_behind_products(data: Any) 
     plan = ts.plan(nn.Sequential(*blocks), {"*.1": "column", "*.3": "row"}, mesh=mesh, data=data, example_inputs=(x,))
     nodes = [*step_graphs(rank_graph(plan)).backward.graph.nodes]
     groups = {node: str(node.args[-1]) for node in nodes if begun(node)}
-    awaited = [node for node, group in groups.items() if group.startswith("model")]
+    awaited = [node for node, group in groups.items() if group.rpartition("/")[2] == "model"]
     for begin in awaited:
         (waiting,) = begin.users
         behind = nodes[nodes.index(begin) : nodes.index(waiting)]
