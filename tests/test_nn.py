@@ -147,7 +147,7 @@ def _without_copies(rank: int) -> list[str]:
 
     call = lambda x, w: tsf.parallel_linear(x, w, dim=1)  # noqa: E731
     with mock.patch("torchshard.nn.one_op.plan_conversion", without):
-        claims = compared("linear", F.linear, call, [draw(3, 4), draw(6, 4)], [None, 0], -1)
+        claims = [*compared("linear", F.linear, call, [draw(3, 4), draw(6, 4)], [None, 0], -1)]
     return [what for what, holds in claims if not holds]
 
 
