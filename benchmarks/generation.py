@@ -116,9 +116,9 @@ def _rank(rank: int, world: int, folder: str, kind: str, expected: Tensor) -> No
     model, prompt = model_and_prompt(kind)
     try:
         sharded = ts.shard(model, "auto", **_example(model, prompt), mode="infer")
-        before = sharded._ts_graphs.captures
+        before = sharded.captures
         made = sharded.generate(**copy.deepcopy(prompt))
-        found = {"status": "equal", "captures": sharded._ts_graphs.captures - before}
+        found = {"status": "equal", "captures": sharded.captures - before}
         if not torch.equal(made, expected):
             place = (made != expected).nonzero()[0].tolist() if made.shape == expected.shape else list(made.shape)
             found = {"status": "differs", "why": f"at {place}"}

@@ -56,8 +56,15 @@ class Fault:
     counts for real processes, for sizes that are told or for mistakes in a rule, or is the check's own."""
 
 
-LAYOUTS, RULES, RANKS = "tests/test_layouts.py", "tests/test_rules.py", "tests/test_collectives.py"
-PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_mutations.py"
+LAYOUTS, RULES, RANKS = (
+    "tests/test_layouts.py",
+    "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
+    "tests/test_collectives.py",
+)
+PASSES = (
+    "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py "
+    "tests/test_rounding.py"
+)
 
 FAULTS = (
     # layouts
@@ -420,7 +427,7 @@ FAULTS = (
         "ir/graph.py",
         "bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))",
         "bool(node.is_impure(impure_random=False))",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="unused_norm",
     ),
     Fault(
@@ -428,7 +435,7 @@ FAULTS = (
         "passes/aliases.py",
         "        version = self.version.get(self.root(node), 0)\n",
         "        version = self.seen_version.get(node, 0)\n",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="an_older_view",
     ),
     Fault(
@@ -436,7 +443,7 @@ FAULTS = (
         "passes/functionalize.py",
         "    _store_written(aliases)\n",
         "",
-        "tests/test_functionalize.py",
+        "tests/test_functionalize.py tests/test_written_buffers.py",
         models="writes",
     ),
     Fault(
@@ -498,7 +505,7 @@ FAULTS = (
         "capture/regions.py",
         "inside = {n for n in ops if not modes_of(n).grad}",
         "inside = set()",
-        "tests/test_capture.py tests/test_autocast.py",
+        "tests/test_capture.py tests/test_capture_modes.py tests/test_autocast.py",
         models="no_grad",
     ),
     Fault(
@@ -514,7 +521,7 @@ FAULTS = (
         "weights/materialize.py",
         "nn.Parameter(sliced, tensor.requires_grad)",
         "nn.Parameter(sliced)",
-        "tests/test_mutations.py -k frozen",
+        "tests/test_rounding.py -k frozen",
         models="frozen",
     ),
     # the check itself
@@ -523,7 +530,7 @@ FAULTS = (
         "checking/compare.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
-        "tests/test_mutations.py",
+        "tests/test_mutations.py tests/test_rounding.py",
     ),
     Fault(
         "noise as large as the largest gradient",
@@ -537,7 +544,7 @@ FAULTS = (
         "checking/check.py",
         "report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)",
         "report = _report(trial, sides, tolerance_of(compiled.captured.graph))",
-        "tests/test_mutations.py -k smaller_than_rounding",
+        "tests/test_rounding.py -k smaller_than_rounding",
     ),
     Fault(
         "noise that undoes a choice",
@@ -551,28 +558,28 @@ FAULTS = (
         "checking/check.py",
         "    if any(c.error > tolerance for c in captured):\n        return report\n",
         "",
-        "tests/test_mutations.py -k flip",
+        "tests/test_rounding.py -k flip",
     ),
     Fault(
         "what rounding may do is excused where wider dtypes differ too",
         "checking/check.py",
         "return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)",
         "return all(c.error <= self.tolerance for c in self.comparisons)",
-        "tests/test_mutations.py -k flip",
+        "tests/test_rounding.py -k flip",
     ),
     Fault(
         "what rounding hides of the capture",
         "checking/check.py",
         "return _with_captured(report, reference, args, kwargs)",
         "return report",
-        "tests/test_mutations.py -k hidden_by_rounding",
+        "tests/test_rounding.py -k hidden_by_rounding",
     ),
     Fault(
         "gradients of frozen parameters are not compared",
         "checking/compare.py",
         'comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]',
         "pass",
-        "tests/test_mutations.py -k ranks_train",
+        "tests/test_rounding.py -k ranks_train",
     ),
     # what ranks have done, and slices in the hands of users
     Fault(
@@ -580,35 +587,35 @@ FAULTS = (
         "distributed/consistency.py",
         "close = spread <= TOLERANCE * largest",
         "close = True",
-        "tests/test_habits.py",
+        "tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "a step is not counted",
         "runtime/optimizers.py",
         "            cast(StepCounter, model).note_step(settings)\n",
         "            pass\n",
-        "tests/test_history.py tests/test_habits.py",
+        "tests/test_history.py tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "norms of slices pass for those of wholes",
         "weights/slice_values.py",
         "joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)",
         "joined = powers",
-        "tests/test_state.py tests/test_habits.py",
+        "tests/test_state.py tests/test_state_parts.py tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "what is computed by elements is no slice any more",
         "weights/slice_calls.py",
         "return mark(leaf, of, False) if isinstance(of, SliceType) and not is_given else leaf",
         "return leaf",
-        "tests/test_habits.py",
+        "tests/test_habits.py tests/test_habits_told.py",
     ),
     Fault(
         "globals of the functions that forward calls are not watched",
         "capture/visible.py",
         "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
         "        pass\n",
-        "tests/test_visible.py",
+        "tests/test_visible.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
     ),
     Fault(
         "values that hold others have no text of their type and place",
@@ -622,7 +629,7 @@ FAULTS = (
         "capture/attributes.py",
         "        return Unknown()  # how far it has come can't be seen without moving it\n",
         "        return value\n",
-        "tests/test_visible.py -k iterator",
+        "tests/test_visible_hooks.py -k iterator",
     ),
     Fault(
         "results that forward leaves in attributes are not told of",
@@ -637,7 +644,7 @@ FAULTS = (
         "weights/boxes.py",
         "itertools.accumulate((b - a for a, b in own), initial=0)",
         "itertools.repeat(0)",
-        "tests/test_sharding.py -k parts_of",
+        "tests/test_layouts.py -k parts_of",
     ),
     Fault(
         "runs without the gaps between them",
@@ -651,14 +658,14 @@ FAULTS = (
         "weights/safetensors_writer.py",
         "values.permute(order), place.permute(order)",
         "values.permute(order), place",
-        "tests/test_checkpoints.py -k its_place_says",
+        "tests/test_checkpoint_files.py -k its_place_says",
     ),
     Fault(
         "read parts of slices from their beginning",
         "weights/boxes.py",
         "tuple((at + first - start, at + last - start)",
         "tuple((at, at + last - first)",
-        "tests/test_sharding.py -k parts_of",
+        "tests/test_layouts.py -k parts_of",
     ),
     Fault(
         "committed before all have written",
@@ -668,11 +675,11 @@ FAULTS = (
         "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
     ),
     Fault(
-        "placements of a sharding are joined in the order in which they split",
-        "core/sharding.py",
-        "for axis, layout in reversed(self):",
-        "for axis, layout in self:",
-        "tests/test_sharding.py -k whole",
+        "letters of a word are joined in the order in which they split",
+        "core/words.py",
+        "for axis, layout in reversed(of):",
+        "for axis, layout in of:",
+        "tests/test_layouts.py -k whole",
     ),
     Fault(
         "of a value that one axis splits the next one reads a part's size",
@@ -693,49 +700,49 @@ FAULTS = (
         "distributed/ranks.py",
         "in reversed([*enumerate(of)]):",
         "in [*enumerate(of)][-1:]:",
-        "tests/test_meshes.py -k slices_of_slices",
+        "tests/test_mesh_ranks.py -k slices_of_slices",
     ),
     Fault(
         "ranks that hold the same slice count it each in a norm",
         "runtime/training.py",
         "_is_slice(p) and ranks.counts(p)",
         "_is_slice(p)",
-        "tests/test_meshes.py -k by_the_norm",
+        "tests/test_mesh_ranks.py -k by_the_norm",
     ),
     Fault(
         "a norm over two models is that over the ranks of the first",
         "distributed/ranks.py",
         "max(found, key=lambda ranks: ranks.count)",
         "found[0]",
-        "tests/test_meshes.py -k by_the_norm",
+        "tests/test_mesh_ranks.py -k by_the_norm",
     ),
     Fault(
         "of ranks with the same slice each counts for PyTorch's norm",
         "weights/slice_values.py",
         ".where(counts, 0.0)",
         "",
-        "tests/test_meshes.py -k whole_batch",
+        "tests/test_meshes.py tests/test_mesh_ranks.py -k whole_batch",
     ),
     Fault(
         "a slice that one axis has found to differ is not told along the other",
         "runtime/module.py",
         "tell_failure(self._ts_group, failure)",
         "_raise(failure) if failure else None",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "ranks that share weights don't compare their parts of the batch",
         "runtime/module.py",
         "compared = inputs if self._ts_across is None else compared",
         "compared = inputs",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "a refusal is told to the ranks of one axis alone",
         "runtime/module.py",
         "        except ShardError as error:\n            failure = error\n",
         "        except ShardError:\n            raise\n",
-        "tests/test_meshes.py -k told",
+        "tests/test_mesh_ranks.py -k told",
     ),
     Fault(
         "sums over one axis are priced as of whole weights, where another axis holds slices",
@@ -749,7 +756,7 @@ FAULTS = (
         "planner/timeline.py",
         "before, now = now, max(now, sent(op.gathers[way], before))",
         "before, now = now, max(now, sent(op.gathers[way], now))",
-        "tests/test_timeline.py",
+        "tests/test_costs.py",
     ),
     Fault(
         "a tensor is kept for the backward that needs its size",
@@ -840,7 +847,7 @@ FAULTS = (
         "checkpoints/copies.py",
         'copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())',
         "copied = tensor.detach()",
-        "tests/test_checkpoints.py -k 'copies or changes_after'",
+        "tests/test_checkpoint_habits.py -k 'copies or changes_after'",
     ),
     Fault(
         "optimizer states by the order of parameters",
@@ -854,14 +861,14 @@ FAULTS = (
         "checkpoints/loading.py",
         "for step in reversed(undo):",
         "for step in ():",
-        "tests/test_checkpoints.py -k fails_last",
+        "tests/test_checkpoint_habits.py -k fails_last",
     ),
     Fault(
         "states cast to the parameters' dtype",
         "checkpoints/loading.py",
         "loaded[key].dtype != value.dtype",
         "False",
-        "tests/test_checkpoints.py -k any_optimizer",
+        "tests/test_checkpoint_habits.py -k any_optimizer",
     ),
     Fault(
         "state dicts of new optimizers without marks",
@@ -882,7 +889,7 @@ FAULTS = (
         "core/mesh.py",
         "for axis in reversed(self.axes):",
         "for axis in self.axes:",
-        "tests/test_meshes.py -k 'training_is and hsdp and not tp'",
+        "tests/test_mesh_ranks.py -k 'training_is and hsdp and not tp'",
     ),
     # the step: forward and backward as graphs
     Fault(
@@ -911,28 +918,28 @@ FAULTS = (
         "runtime/step.py",
         "        ctx.set_materialize_grads(False)\n",
         "",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "no segment ends at a result",
         "ir/segments.py",
         "        if views or any(",
         "        if views and any(",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "buffers are written to again for gradients of gradients",
         "runtime/step.py",
         "ctx.before.get(i, tensor)",
         "tensor",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "other masks for gradients of gradients",
         "runtime/step.py",
         "_drawing(ctx.rng_states, before)",
         "_drawing({}, before)",
-        "tests/test_step.py -k are_the_models",
+        "tests/test_step_results.py -k are_the_models",
     ),
     Fault(
         "a lowered collective is not waited for",
@@ -946,7 +953,7 @@ FAULTS = (
         "distributed/kernels.py",
         'return op(sent, "sum", name), made.result',
         "return sent.clone(), made.result",
-        "tests/test_compile.py -k lowered",
+        "tests/test_lowering.py -k lowered",
     ),
     Fault(
         "compiled graphs draw numbers of their own",
@@ -995,7 +1002,7 @@ FAULTS = (
         "planner/costs.py",
         "if back.nbytes and value.hides:",
         "if False:",
-        "tests/test_plans.py -k hidden",
+        "tests/test_plan_options.py -k hidden",
     ),
     Fault(
         "what was gathered of a sequence is kept",
@@ -1023,14 +1030,14 @@ FAULTS = (
         "passes/sums_behind.py",
         "if own and _is_backward(begin):",
         "if False:",
-        "tests/test_meshes.py -k hidden_behind",
+        "tests/test_mesh_ranks.py -k hidden_behind",
     ),
     Fault(
         "gradients of a part of the batch are not averaged",
         "runtime/batches.py",
         "factor * ranks if enters else factor / ranks",
         "factor * ranks if enters else factor",
-        "tests/test_batches.py -k ddp",
+        "tests/test_batch_training.py -k ddp",
     ),
     Fault(
         "gradients of parts that enter a graph are not multiplied",
@@ -1058,14 +1065,14 @@ FAULTS = (
         "distributed/memory/stream.py",
         "self.of_all = [post.riding[1:] for post in posts]",
         "self.of_all = [list(self.numbers[1:]) for post in posts]",
-        "tests/test_shared_memory.py -k precedes",
+        "tests/test_shared_memory_faults.py -k precedes",
     ),
     Fault(
         "sums are joined in the order of their layers",
         "passes/bucket.py",
         "nodes = sorted(nodes, key=place.__getitem__)",
         "nodes = list(nodes)",
-        "tests/test_bytes.py -k soft_mixture",
+        "tests/test_costs.py -k soft_mixture",
     ),
     Fault(
         "what reads memory gets it as the ranks laid it out",
@@ -1079,14 +1086,14 @@ FAULTS = (
         "runtime/batches.py",
         "_OPS.scatter.default",
         "_OPS.narrow.default",
-        "tests/test_batches.py -k whole_batches",
+        "tests/test_batch_training.py -k whole_batches",
     ),
     Fault(
         "the size of a part is taken for that of the batch",
         "passes/localize.py",
         "call_function(operator.mul, (node, ranks))",
         "call_function(operator.mul, (node, 1))",
-        "tests/test_batches.py -k whole_batch",
+        "tests/test_batches.py tests/test_batch_training.py -k whole_batch",
     ),
     Fault(
         "neighbours among sorted rows are taken for rows of their own",
@@ -1114,28 +1121,28 @@ FAULTS = (
         "distributed/experts.py",
         "lambda rows: rows[order], lengths",
         "lambda rows: rows, lengths",
-        "tests/test_experts.py -k rows_at",
+        "tests/test_experts_sent.py -k rows_at",
     ),
     Fault(
         "rows come back in the order of the experts",
         "distributed/experts.py",
         "as_they_came[_in_order_of_experts(received)] = x",
         "as_they_came.copy_(x)",
-        "tests/test_experts.py -k rows_at",
+        "tests/test_experts_sent.py -k rows_at",
     ),
     Fault(
         "rows are viewed by the number that there was before they went to experts",
         "passes/to_experts.py",
         "node.replace_input_with(size, own_count)",
         "node.replace_input_with(size, size)",
-        "tests/test_experts.py -k rows_go",
+        "tests/test_experts_sent.py -k rows_go",
     ),
     Fault(
         "what meets rows at their experts stays where it was",
         "passes/to_experts.py",
         "if taken not in region.nodes:",
         "if taken is region.rows:",
-        "tests/test_experts.py -k rows_go",
+        "tests/test_experts_sent.py -k rows_go",
     ),
     Fault(
         "what a call leaves of a part of the batch is taken for the whole batch's",

@@ -52,14 +52,13 @@ from judging import (
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
+from torchshard.testing import capture
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.compiled import planned_as
 from tests.models import CASES
 
 
@@ -130,8 +129,8 @@ def of_case(name: str, plan: str, world: int) -> Verdict:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
-    captured = prepared(model, case.inputs(), case.kwargs)
-    return verdict(model, planned_as(captured, model, {} if plan == "auto" else case.plan, world), world)
+    made = capture(model, case.inputs(), case.kwargs).plan({} if plan == "auto" else case.plan, world)
+    return verdict(model, made.program, world)
 
 
 def of_architecture(kind: str, world: int) -> Verdict:
@@ -140,7 +139,7 @@ def of_architecture(kind: str, world: int) -> Verdict:
 
     model, args, kwargs = built(kind)
     with mesh(world):
-        return verdict(model, planned_as(prepared(model, args, kwargs), model, {}, world), world)
+        return verdict(model, capture(model, args, kwargs).plan({}, world).program, world)
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:

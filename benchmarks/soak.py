@@ -67,7 +67,7 @@ def rank_main(answers: int) -> Found:
         if number % 10 == 0:
             wrong += not torch.equal(made, model.generate(prompt, max_new_tokens=new, do_sample=False))
         if number + 1 in (answers // 4, answers):
-            seen.append((sharded._ts_graphs.captures, resident()))
+            seen.append((sharded.captures, resident()))
     first, last = seen
     return Found((first[0], last[0]), (first[1], last[1]), wrong)
 

@@ -11,27 +11,26 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
 import torchshard as ts
-from tests.helpers import watch_for_bugs
+from tests.helpers import matches
+from torchshard.testing import fail_on_bugs
 
-NIGHTLY = frozenset((Path(__file__).parent / "nightly.txt").read_text().split("\n"))
-"""Tests that take long, beside others of their kind that `make test` runs."""
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("torchshard")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
+    config.addinivalue_line("markers", "nightly_cases(only, but): see `tests.helpers.nightly`")
     os.environ["COLUMNS"] = "1000"  # whatever the terminal has
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each command that is run compiles all modules anew
     multiprocessing.set_forkserver_preload(["tests.warm"])
-    watch_for_bugs()
+    fail_on_bugs()
 
 
 def pytest_collection_finish() -> None:
@@ -41,11 +40,25 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(100_000, 20, 50)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of `NIGHTLY`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the cases that `tests.helpers.nightly` names.
+
+    Raises:
+        UsageError: a name that no case has, which would run it by day.
+    """
+    unknown = set[tuple[str, str]]()
+    known = set[tuple[str, str]]()
     for item in items:
-        if item.nodeid.removeprefix("tests/") in NIGHTLY:
-            item.add_marker(pytest.mark.nightly)
+        for mark in item.iter_markers("nightly_cases"):
+            only, but = mark.args
+            test, case = item.nodeid.partition("[")[0], item.callspec.id  # type: ignore[attr-defined]
+            for pattern in (*only, *but):
+                (known if matches(pattern, case) else unknown).add((test, pattern))
+            if any(matches(pattern, case) for pattern in only) or (but and not any(matches(p, case) for p in but)):
+                item.add_marker(pytest.mark.nightly)
+    is_whole = not any("::" in arg for arg in config.args)
+    if is_whole and unknown - known:
+        raise pytest.UsageError(f"@nightly of cases that are none: {sorted(unknown - known)}")
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchshard as ts
-from tests.helpers import largest, whole_gradient
+from torchshard.testing import full_gradient, largest
 
 Habit = Callable[["Run"], Any]
 MENDED: dict[str, Habit] = {}
@@ -99,13 +99,13 @@ def difference(habit: Habit, rank: int, options: dict[str, Any]) -> float:
         own: list[Tensor | None] = [*tensors]
         for model in run.models:
             own += (model.full_state_dict() if run.is_sharded else model.state_dict()).values()
-            own += [whole_gradient(p) if run.is_sharded else p.grad for p in model.parameters()]
+            own += [full_gradient(p) if run.is_sharded else p.grad for p in model.parameters()]
         found.append(own)
     pairs = list(zip(*found, strict=True))
     if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in pairs):
         return math.nan
     apart = [(a.double() - b.double()).abs().max() for a, b in pairs if a is not None and b is not None and a.numel()]
-    return largest([0.0, *map(float, apart)])
+    return largest(0.0, *map(float, apart))
 
 
 def x_of(seed: int = 0, rows: int = 12) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,12 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.models import CASES, GPT, MLP, Attention, DenseMoE, EncoderDecoder
-from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.constraints import read_constraints
-from torchshard.compiler.meshes import read_mesh
-from torchshard.compiler.program import Program, program
-from torchshard.plans.machine import objective
+from torchshard.testing import CapturedCall, PlannedCall, capture
 
 WAYS = ("replicate", "shard", "shard_grad_op")
 MESHES: list[dict[str, str]] = [{"dp": way} for way in WAYS]
@@ -146,11 +142,15 @@ def _built(name: str) -> tuple[nn.Module, Call]:
     return case.build(), (tuple(torch.cat([x.detach()] * 4) for x in case.inputs()), {})
 
 
-def priced(name: str, axes: Mapping[str, str]) -> tuple[nn.Module, Program, Call]:
-    """A model over two ranks along each axis; those that have a word in `axes` divide the batch."""
+@cache
+def _captured(name: str) -> CapturedCall:
     model, (args, kwargs) = _built(name)
+    return capture(model, args, kwargs)
+
+
+def priced(name: str, axes: Mapping[str, str]) -> PlannedCall:
+    """A model over two ranks along each axis; those that have a word in `axes` divide the batch."""
     data = {axis: way for axis, way in axes.items() if way}
-    ranks = read_mesh(2 ** len(axes), dict.fromkeys(axes, 2), data if len(axes) > 1 else data["dp"])
-    constraints = read_constraints(ModelFacts.of(model), "auto", ranks, objective("cpu-gloo"))
-    layouts = divided_batch(model, args, kwargs, constraints.batch_parts)
-    return model, program(model, constraints, args, kwargs, batches=layouts), (args, kwargs)
+    mesh = dict.fromkeys(axes, 2)
+    divides: Any = data if len(axes) > 1 else data["dp"]
+    return _captured(name).plan("auto", 2 ** len(axes), mesh=mesh, data=divides, machine="cpu-gloo")

@@ -3,8 +3,6 @@
 A program is a list of words of four small numbers. Each word is read against the values that there are so far and
 becomes one line of a `forward`, or none where it does not fit: any list of words is a valid model, and a shorter list
 of smaller numbers a simpler one, so that a failure shrinks to a few lines that can be run as they are.
-
-A plan is the cheapest one under random prices: any legal one, not one that a cost model would like.
 """
 
 from __future__ import annotations
@@ -19,23 +17,7 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torchshard.capture.facts import ModelFacts
-from torchshard.checking.check import Report, check_program
-from torchshard.compiler.constraints import stored
-from torchshard.compiler.prepare import prepared
-from torchshard.compiler.program import Program
-from torchshard.core.layouts import I, Layout, canonical
-from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_tensor_op, node_row
-from torchshard.passes import rewrite
-from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.network import GraphConstraints
-from torchshard.planner.search import search
-from torchshard.plans.data import AxisPlan, Sent
-from torchshard.plans.machine import MACHINES, Machine
-from torchshard.plans.plan import Plan
+from torchshard.testing import Report, capture
 
 Word = tuple[int, int, int, int]
 """What kind of line, of which value (from the latest back), and two numbers that its kind reads as it likes."""
@@ -476,49 +458,6 @@ def texts(longest: int = 30) -> st.SearchStrategy[Text]:
     return st.builds(written, shapes, said, st.integers(1, 3)).filter(can_be_trained)
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Prices(CostModel):
-    """Random prices, always the same ones for a seed; what is split is cheaper."""
-
-    seed: int = 0
-
-    def _drawn(self, *of: object) -> float:
-        return random.Random(f"{self.seed} {of}").random()
-
-    def seconds(self, op: Op, choice: Choice) -> float:
-        return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
-
-    def sent(self, value: Value, step: Any) -> tuple[Sent, Sent, Sent]:
-        sent = Sent("none", 0.0, self._drawn(value.shape, step) / 2)
-        return sent, sent, Sent("none", 0.0, 0.0)
-
-
-def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
-    """A legal plan, some parameters stored in slices at random."""
-    prices = _Prices(MACHINES["cpu-gloo"], MeshAxis(world), seed)
-    draw = random.Random(seed)
-    layouts = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
-    asked = GraphConstraints({}, {}, layouts, all_axes=True)
-    found = search(captured.graph.graph, prices, asked, lambda *_: 0.0, fold=False)
-    decided, facts = (found.choices, found.parameters), ModelFacts.of(model)
-    axis = MeshAxis(world)
-    conversions = conversions_of(captured.graph.graph, CostModel(Machine(), axis), *decided)
-    return Plan((AxisPlan(axis, *decided[::-1], conversions, static=True),), stored(facts), facts.signature)
-
-
-def _layout(shape: Sequence[int], world: int, draw: random.Random) -> Layout:
-    """A dim of a parameter split: as a whole, or its halves each."""
-    if not shape:
-        return I
-    dim = draw.randrange(len(shape))
-    half = shape[dim] // 2
-    parts = [(half, 1), (shape[dim] - half, 1)] if half and draw.random() < 0.4 else [(shape[dim], 1)]
-    return canonical(dim, parts, world)
-
-
 def checked(text: Text, world: int, seed: int) -> Report:
     """A program under a random plan, beside the model.
 
@@ -527,9 +466,7 @@ def checked(text: Text, world: int, seed: int) -> Report:
     """
     model, inputs = text.model(), text.inputs()
     inputs[0].requires_grad_()
-    captured = prepared(model, inputs, {}, dynamic=False)
-    ruleless = [n for n in captured.graph.graph.nodes if is_tensor_op(n) and node_row(n) is None]
+    call = capture(model, inputs, dynamic=False)
+    ruleless = call.ops_without_rule()
     assert not ruleless, f"no rule: {ruleless}"
-    plan = random_plan(captured, model, world, seed)
-    graph = rewrite(captured.graph, plan.last)
-    return check_program(model, Program(captured, plan, graph), graph, inputs, {}, by_graphs=True)
+    return call.plan_at_random(world, seed).check(by_graphs=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "torchshard"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torchshard"
 
 ROOMS = [
     "__main__", "cli", "testing", "public", "api", "report", "checking", "checkpoints", "nn", "runtime", "compiler",
@@ -107,16 +110,116 @@ def test_importing_makes_no_process_group_and_prints_nothing() -> None:
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stderr
 
 
-def test_tests_named_for_the_night_exist() -> None:
-    """A test that gets another name would run by day."""
-    folder = Path(__file__).parent
-    for line in (folder / "nightly.txt").read_text().splitlines():
-        file, _, name = line.partition("::")
-        assert f"def {name.partition('[')[0]}(" in (folder / file).read_text(), line
+def test_tests_named_for_the_night_exist(tmp_path: Path) -> None:
+    """A case that gets another name would run by day."""
+
+    def collected(names: str) -> tuple[list[str], str]:
+        file = tmp_path / "test_cases.py"
+        file.write_text(CASES.format(names=names))
+        command = [
+            "-m",
+            "pytest",
+            "-q",
+            "--collect-only",
+            "-p",
+            "tests.conftest",
+            "--rootdir",
+            str(tmp_path),
+            str(file),
+        ]
+        done = subprocess.run([sys.executable, *command, "-m", "nightly"], capture_output=True, text=True, cwd=ROOT)
+        return re.findall(r"::test_it\[(.*)\]", done.stdout), done.stderr
+
+    assert collected("'a-*', 'c-1'") == (["a-1", "a-2", "c-1"], "")
+    assert collected("but=['a-*']") == (["b-1", "c-1"], "")
+    assert "('test_cases.py::test_it', 'd')" in collected("'a-*', 'd'")[1]
+
+
+CASES = """
+import pytest
+from tests.helpers import nightly
+
+@nightly({names})
+@pytest.mark.parametrize("case", ["a-1", "a-2", "b-1", "c-1"])
+def test_it(case):
+    pass
+"""
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOOR = {"testing", "distributed", "distributed.launch", "nn", "nn.functional"}
+"""What tests import, beside `torchshard` itself: what users import; `launch` is a function, too."""
+INSIDE = {
+    "test_capture.py": "nodes of a capture before any pass",
+    "test_capture_parts.py": "known calls, watched code, attributes",
+    "test_checkpoint_files.py": "files of a checkpoint",
+    "test_collectives.py": "conversions on ranks",
+    "test_conversions.py": "laws of conversions",
+    "test_costs.py": "prices, timeline, predictions",
+    "test_figures.py": "parts of pictures, texts",
+    "test_folders.py": "reading of weights",
+    "test_following.py": "slices that are followed",
+    "test_gpus.py": "groups as on GPUs",
+    "test_layouts.py": "laws of layouts and words",
+    "test_lowering.py": "direct, decompose, lower",
+    "test_mutations.py": "faults in passes and in the check",
+    "test_notation.py": "notation",
+    "test_passes.py": "passes, one after the other",
+    "test_planner.py": "elimination",
+    "test_planner_models.py": "search",
+    "test_repeated.py": "equal layers",
+    "test_shared_memory.py": "wire and memory",
+    "test_step.py": "graphs of a step",
+}
+"""The tests of one algorithm by itself, which import more: of what."""
+
+
+def test_tests_go_through_the_door() -> None:
+    inside = {path.name for path in TESTS if _ours(path) - DOOR}
+    assert inside == set(INSIDE) and len(INSIDE) <= 20
+
+
+def _private(path: Path) -> Iterator[str]:
+    """The private names of the package that a file imports, reads, or names in a string."""
+    tree = ast.parse(path.read_text())
+    modules = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchshard":
+            modules |= {alias.asname or alias.name for alias in node.names}
+            yield from (alias.name for alias in node.names if _is_private(alias.name))
+        elif isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name.startswith("torchshard")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if node.attr.startswith("_ts_") or (isinstance(node.value, ast.Name) and node.value.id in modules):
+                yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"\btorchshard(?:\.\w+)*\.(_[a-z]\w*)", node.value)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_no_test_reads_a_private_name(path: Path) -> None:
+    assert list(_private(path)) == []
+
+
+def test_every_seeded_fault_has_its_place() -> None:
+    """The bench of faults changes lines of the library: each is there, once."""
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
+    assert spec is not None and spec.loader is not None
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = mutants  # its dataclass looks itself up there
+    spec.loader.exec_module(mutants)
+    texts = {fault.file: (ROOT / "torchshard" / fault.file).read_text() for fault in mutants.FAULTS}
+    assert len(mutants.FAULTS) >= 30
+    assert [fault.name for fault in mutants.FAULTS if texts[fault.file].count(fault.right) != 1] == []
 
 
 def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
-    texts = {path.name: path.read_text() for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
+    texts = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
     importing = {name: text for name, text in texts.items() if "from tests." in text}
     assert importing
     assert [

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
+import re
 from collections import Counter
 from typing import Any
 
@@ -13,27 +13,25 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, fx, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.compiled import constraints_of
-from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks, whole_gradient
+from tests.helpers import nightly
 from tests.test_sequence import Model
-from torchshard.checking.check import check_program
-from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.meshes import read_mesh
-from torchshard.compiler.program import Program, program
-from torchshard.core.mesh import MeshAxis
-from torchshard.core.paths import layer_of
-from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir import buckets
-from torchshard.ir.graph import duplicate, nbytes
-from torchshard.passes import localized, step_graphs
-from torchshard.plans.data import Collective
-from torchshard.plans.machine import Data
+from torchshard.testing import (
+    PlannedCall,
+    awaited,
+    begun,
+    capture,
+    full_gradient,
+    largest,
+    nbytes,
+    rank_graph,
+    run_ranks,
+    step_graphs,
+)
 
 PART = 3
-WAYS: tuple[Data, ...] = ("replicate", "shard")
+WAYS = ("replicate", "shard")
 
 
 def _model(**options: Any) -> Model:
@@ -106,10 +104,11 @@ CASES: dict[str, Any] = {
 }
 
 
+@nightly(but=["images-*-shard"])
 @pytest.mark.parametrize("data", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) -> None:
+def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Any) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
     call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
@@ -117,6 +116,7 @@ def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) ->
     assert report.ok, str(report)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
     """Each weight that backward needs is sent once less, for a whole weight that is kept."""
@@ -133,42 +133,42 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
     assert again.costs.collectives and not any(c.again.nbytes for c in once.costs.collectives)
 
 
-def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
-    model, batch = _model(p=0.0), _batch(2)
-    inputs = divided_batch(model, batch, {}, 2)
-    assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
-    constraints = dataclasses.replace(constraints_of(model, {}, 2), mesh=read_mesh(2, None, data))
-    return model, batch, program(model, constraints, batch, batches=inputs)
+def _planned(data: Any) -> PlannedCall:
+    made = capture(_model(p=0.0), _batch(2)).plan({}, 2, data=data)
+    assert made.plan.batches == {"ids": ts.S(0), "labels": ts.S(0)}
+    return made
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
-def test_a_missing_sum_is_seen(data: Data) -> None:
+def test_a_missing_sum_is_seen(data: Any) -> None:
     """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
-    model, batch, made = _program(data)
-    assert check_program(model, made, made.graph, batch, {}).ok
+    made = _planned(data)
+    assert made.check().ok
     copies = [node.name for node in made.graph.graph.nodes if node.target is torch.ops.torchshard.copy.default]
     assert len(copies) > 20
     for name in copies[::5]:
-        graph = duplicate(made.graph)
+        graph = made.graph_copy()
         (gone,) = (node for node in graph.graph.nodes if node.name == name)
         gone.replace_all_uses_with(gone.args[0])
         graph.graph.erase_node(gone)
-        report = check_program(model, made, graph, batch, {})
+        report = made.check(graph)
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
 
 
+@nightly("False")
 @pytest.mark.parametrize("bucketed", [True, False])
 def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     bucketed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As FSDP2 has it: no more than two groups are whole at a time, none is saved, and gradients are scattered."""
     if not bucketed:
-        monkeypatch.setattr(buckets, "BUCKETED_BYTES", 0)
-    _, _, made = _program("shard")
+        monkeypatch.setattr("torchshard.ir.buckets.BUCKETED_BYTES", 0)
+    made = _planned("shard")
     split = {name for name, layout in made.plan.parameters.items() if layout != ts.I}
     assert split == {name for name, stored in made.plan.stored.items() if len(stored.shape) > 1}
-    groups = len({name.rpartition(".")[0] if not bucketed else layer_of(name) or name for name in split})
-    parts = step_graphs(localized(made.graph, MeshAxis(2).simulated()[0]))
+    groups = len({re.sub(r"(\.\d+)\..*", r"\1", name) if bucketed else name.rpartition(".")[0] for name in split})
+    parts = made.step_graphs()
     assert not [name for name in parts.saved if "gather" in name]
     gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
     assert gathered == [groups, groups - 2]  # not again for look-ups
@@ -178,11 +178,12 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     for graph, kernel in itertools.product((parts.forward, parts.backward), ("all_gather", "reduce_scatter")):
         under_way = 0
         for node in graph.graph.nodes:
-            under_way += _begins(node, kernel) - (node.target is wait and _begins(node.args[0], kernel))
+            begin = awaited(node)
+            under_way += _begins(node, kernel) - (begin is not None and _begins(begin, kernel))
             assert under_way <= 2
 
 
-def _kernels(collective: Collective) -> list[str]:
+def _kernels(collective: Any) -> list[str]:
     """The kernels of what it sends, once for each message."""
     return [sent.kernel for sent in collective.sent for _ in range(sent.times if sent.nbytes else 0)]
 
@@ -192,8 +193,9 @@ def _begun(graph: fx.GraphModule, kernel: str) -> int:
     return sum(_begins(node, kernel) for node in graph.graph.nodes)
 
 
-def _begins(node: Any, kernel: str) -> bool:
-    return isinstance(node.target, Begin) and OPS[node.target.op].kernel == kernel
+def _begins(node: fx.Node, kernel: str) -> bool:
+    row = begun(node)
+    return row is not None and row.kernel == kernel
 
 
 class Casts(nn.Module):
@@ -212,24 +214,25 @@ def _casts(parts: int) -> tuple[nn.Module, Tensor]:
     return Casts(), torch.randn(parts * PART, 8)
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
-def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Data) -> None:
+def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Any) -> None:
     model, x = _casts(2)
     with torch.autocast("cpu", torch.bfloat16):
         plan = ts.plan(model, {}, world_size=2, example_inputs=(x[:PART],), data=data)
         assert ts.check(model, plan, world_size=2, data=data, example_inputs=(x,)).ok
-    parts = step_graphs(localized(plan.graph, MeshAxis(2).simulated()[0]))
+    parts = step_graphs(rank_graph(plan))
     counted = 0.0
     nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
-    for node in (node for node in nodes if isinstance(node.target, Begin)):
-        operand, kernel = node.args[0].meta["val"], OPS[node.target.op].kernel
+    for node, row in ((node, row) for node in nodes if (row := begun(node)) is not None):
+        operand, kernel = node.args[0].meta["val"], row.kernel
         is_cast = kernel == "all_gather" and operand.ndim
         assert operand.dtype == (torch.bfloat16 if is_cast else torch.float32), node
         counted += {"all_reduce": 1, "reduce_scatter": 0.5, "all_gather": 1}[kernel] * nbytes(operand)
     assert counted == pytest.approx(plan.costs.nbytes, rel=0.15)  # rows of 5 and 8 are divided unevenly
 
 
-def _summed(rank: int, data: Data) -> bool:
+def _summed(rank: int, data: Any) -> bool:
     world = torch.distributed.get_world_size()
     model, x = _casts(world)
     sharded = ts.shard(copy.deepcopy(model), {}, _own((x,), rank), data=data)
@@ -242,13 +245,14 @@ def _summed(rank: int, data: Data) -> bool:
         for loss in losses:  # autograd sums the parts' gradients in float32
             loss.backward()
         for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-            if not torch.allclose(whole_gradient(own), p.grad, rtol=1e-6, atol=1e-7):
+            if not torch.allclose(full_gradient(own), p.grad, rtol=1e-6, atol=1e-7):
                 return False
     return True
 
 
+@nightly("2-replicate")
 @pytest.mark.parametrize(("world", "data"), [(2, "replicate"), (3, "shard")])
-def test_gradients_of_casts_are_summed_in_float32(world: int, data: Data) -> None:
+def test_gradients_of_casts_are_summed_in_float32(world: int, data: Any) -> None:
     assert all(run_ranks(_summed, world, data))
 
 
@@ -295,143 +299,5 @@ def _train_both(
             optimizer.step()
             optimizer.zero_grad()
     named, whole = dict(model.named_parameters()), sharded.full_state_dict()
-    assert sharded._ts_graphs.captures == 1
-    return largest((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
-
-
-def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
-    """The worst differences of parameters after steps of AdamW."""
-    world, worst = torch.distributed.get_world_size(), {}
-    for kind in kinds:
-        model = _model_of(kind)
-        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data=data)
-        worst[kind], _ = _train_both(kind, model, sharded, world, rank, (12, 12, 24, 7))
-    return worst
-
-
-@pytest.mark.parametrize("data", [*WAYS, pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    ("world", "kinds"),
-    [
-        pytest.param(2, ("outside", "accumulated"), id="2"),
-        pytest.param(2, ("inside", "frozen"), marks=pytest.mark.nightly, id="2, others"),
-        pytest.param(3, KINDS, marks=pytest.mark.nightly, id="3"),
-    ],
-)
-def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...], data: Data) -> None:
-    for worst in run_ranks(_trained, world, data, kinds):
-        assert largest(worst.values()) < 1e-10, worst
-
-
-def _beside_ddp(rank: int) -> float:
-    """The worst difference of a gradient from DistributedDataParallel's, of a loss outside of the model."""
-    model, own = _model(p=0.0), _own(_batch(2), rank)
-    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
-    wrapped = DistributedDataParallel(model)
-    for m in (wrapped, sharded):
-        m(*own)[1].square().mean().backward()
-    return gradient_error(sharded, model)
-
-
-def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
-    assert largest(run_ranks(_beside_ddp, 2)) < 1e-12
-
-
-def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
-    """Where each rank passes whole batches: the worst differences of results, and of gradients of losses of all."""
-    worst = {}
-    cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
-        "GPT": (_model(), [_batch(4), _batch(4, 7), tuple(t[:8] for t in _batch(8))]),
-        "sizes": (Sizes().double(), [(torch.randn(8, 5, 4).double(), torch.randn(5, 4).double()) for _ in range(3)]),
-        # the mask has as many rows as a part of the batch, and is no part
-        "rows": (Sizes().double(), [(torch.randn(8, 4, 4).double(), torch.randn(4, 4).double())] * 2),
-    }
-    for name, (model, batches) in cases.items():
-        sharded = ts.shard(copy.deepcopy(model), {}, batches[0], inputs="global", **options)
-        for batch in batches:
-            losses, inputs = [], [[t.clone().requires_grad_(t.is_floating_point()) for t in batch] for _ in range(2)]
-            for m, given in zip((model, sharded), inputs, strict=True):
-                m.zero_grad()
-                torch.manual_seed(3)
-                results = m(*given)
-                losses.append(torch.stack([(r.square() * (i + 1)).mean() for i, r in enumerate(results)]))
-                losses[-1].sum().backward()
-                losses[-1] = torch.cat([losses[-1].detach(), *(r.detach().flatten() for r in results)])
-            found = [(losses[0] - losses[1]).abs().max().item()]
-            found += [(a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True) if a.grad is not None]
-            worst[name] = largest(worst.get(name, 0.0), *found, gradient_error(sharded, model))
-    norms = []
-    model, ((x, mask), *_) = cases["sizes"]
-    for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), inputs="global", **options)):
-        (given,) = inputs_ = (x.clone().requires_grad_(),)
-        (gradient,) = torch.autograd.grad(m(given, mask)[2].pow(3).sum(), inputs_, create_graph=True)
-        norms.append(torch.autograd.grad(gradient.square().sum(), inputs_)[0])
-    worst["twice"] = ((norms[0] - norms[1]).abs().max() / norms[0].abs().max()).item()
-    ids, labels = _batch(4)
-    told = "the ranks were called with inputs of the same shape but different values"
-    gpt = ts.shard(_model(), {}, (ids, labels), inputs="global", **options)
-    worst["other batches"] = 1.0 - refused_input(lambda: gpt(ids.roll(rank, 0), labels), told)
-    worst["not divided"] = 1.0 - refused_input(lambda: gpt(ids[:5], labels[:5]), "a batch of 5 can't be divided among")
-    return worst
-
-
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, {"data": "shard"}),
-        (4, {"mesh": {"dp": 2, "tp": 2}}),
-        *(
-            pytest.param(world, options, marks=pytest.mark.nightly)
-            for world, options in ((4, {"data": "replicate"}), (4, {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}))
-        ),
-    ],
-)
-def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> None:
-    for worst in run_ranks(_whole, world, options, timeout_seconds=300):
-        assert largest(worst.values()) < 1e-10, worst
-
-
-def test_other_inputs_than_local_and_global_are_refused() -> None:
-    with pytest.raises(ts.InputError, match="'all' is no kind of inputs"):
-        ts.shard(_model(), {}, _batch(2), data="replicate", inputs="all")  # type: ignore[arg-type]
-
-
-def _reading(target: Tensor) -> Any:
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return F.cross_entropy(super().forward(x), target[:, 0])
-
-    return ts.shard(Model(4, 97), {}, data="replicate")
-
-
-def _wrong(rank: int) -> list[bool]:
-    model, own = _model(), _own(_batch(2), rank)
-    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
-    return [
-        refused_input(lambda: sharded(*(t[: PART - rank] for t in own)), "the ranks were called with different"),
-        refused_input(lambda: sharded(*(t[:1] for t in own)), "a rank's part of the batch is 1"),
-        refused(
-            lambda: _reading(own[0])(torch.ones(PART, 4)), "target is this rank's part of a batch, pass it as an arg"
-        ),
-    ]
-
-
-def test_parts_that_differ_are_refused_on_every_rank() -> None:
-    for found in run_ranks(_wrong, 2):
-        assert all(found), found
-
-
-def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
-    ids, labels = _batch(2)
-    with pytest.raises(ts.InputError, match="a batch of 5 can't be divided among 2 ranks"):
-        ts.check(_model(), {}, world_size=2, example_inputs=(ids[:5], labels[:5]), data="replicate")
-    part: dict[str, Any] = {"world_size": 2, "example_inputs": (ids, labels), "data": "replicate"}
-    with pytest.raises(ts.PlanError, match="the ranks divide the batch, and the plan splits weights"):
-        ts.plan(_model(), {"*.q": "column"}, **part)
-    with pytest.raises(ts.InputError, match="the ranks divide the batch, and nothing else"):
-        ts.plan(_model(), {}, axes="all", **part)
-    with pytest.raises(ts.InputError, match="'slice' is no way to divide data"):
-        ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="slice")  # type: ignore[arg-type]
-    plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
-    with pytest.raises(ts.PlanError, match=r"(?s)divides something else.*made with data='replicate'"):
-        ts.check(_model(), plan, world_size=2, example_inputs=(ids, labels), data="shard")
+    assert sharded.captures == 1
+    return largest(*((whole[name] - p).abs().max().item() for name, p in named.items())), optimizers[1]

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import refused, run_ranks
+from tests.helpers import nightly, refused
+from torchshard.testing import run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.complex64, torch.bfloat16)
 
@@ -169,6 +170,7 @@ def _by_hand(rank: int) -> list[str]:
     return [what for what, holds in found if not holds]
 
 
+@nightly("1", "3")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_by_hand(world: int) -> None:
     assert run_ranks(_by_hand, world) == [[]] * world

@@ -18,7 +18,8 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from torchshard.capture import capture
+from tests.helpers import nightly
+from torchshard.testing import capture
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 LOGGER = logging.getLogger("torch.fx.experimental.symbolic_shapes")
@@ -138,6 +139,7 @@ def _logs() -> None:
     assert [record.getMessage() for record in records] == ["of another thread"]
 
 
+@nightly(but=["_logs", "_registers_buffers", "_seeds_and_draws"])
 @pytest.mark.parametrize(
     "loop",
     [_seeds_and_draws, _restores_a_state, _registers_buffers, _applies_a_function, _checkpoints, _logs],

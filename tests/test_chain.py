@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from torchshard.compiler.prepare import prepared
+from tests.helpers import nightly
+from torchshard.testing import capture
 
 CAT = torch.ops.aten.cat.default
 
@@ -28,7 +29,7 @@ class Dense(nn.Module):
 
 
 def _cats(model: nn.Module, *inputs: Tensor) -> list[list[str]]:
-    graph = prepared(model, inputs).graph.graph
+    graph = capture(model, inputs).graph.graph
     return [[n.name for n in node.args[0]] for node in graph.nodes if node.target is CAT]
 
 
@@ -53,11 +54,13 @@ def test_others_stay() -> None:
     assert _cats(Others(), x, x) == [["x", "y"], ["x", "y", "y"], ["y", "x", "y"], ["x", "x"], ["x", "y"]]
 
 
+@nightly("2", "4")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_dense_block_is_exact(world_size: int) -> None:
     ts.check(Dense(4), "auto", world_size=world_size, example_inputs=(torch.randn(4, 6),)).raise_on_error()
 
 
+@pytest.mark.nightly
 def test_a_long_dense_block_is_planned_exactly() -> None:
     """With a piece read by all later layers the tables would be too large, and a gap would be told."""
     with torch.device("meta"):

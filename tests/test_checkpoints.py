@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import struct
 import time
 import warnings
 from collections.abc import Callable
@@ -18,27 +17,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import nightly, refused
 from tests.resumed import adamw, batch, small, train, whole_state
-from torchshard.checkpoints.copies import Copies
-from torchshard.core.layouts import I, canonical, split
-from torchshard.core.mesh import MeshAxis
-from torchshard.core.sharding import Sharding
-from torchshard.distributed.objects import decode, encode
-from torchshard.weights.boxes import place_of, whole_box
-from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
-from torchshard.weights.safetensors_files import tensors_in
-from torchshard.weights.safetensors_writer import FilePlan, TensorType
-from torchshard.weights.state_slices import StateSlice
+from torchshard.testing import run_ranks
 
 STEPS, NEXT = range(2), range(2, 5)
 EXTRA = {"step": 2, "seen": torch.arange(3), "names": ("a", None, {1: 2.5})}
+
+
+def _id(folder: str | Path) -> str:
+    """The id of the save that a folder holds."""
+    return str(json.loads(Path(folder, "checkpoint.json").read_text())["id"])
 
 
 def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -96,6 +88,7 @@ def _near(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return all(torch.allclose(a[name].double(), b[name].double(), rtol=1e-10, atol=1e-12) for name in a)
 
 
+@nightly(but=["2-some-False-fused-targets2"])
 @pytest.mark.parametrize(
     ("world", "plan", "wait", "kind", "targets"),
     [
@@ -131,6 +124,7 @@ def _weights_of_checkpoint(rank: int, folder: str) -> list[Any]:
     return [{n: t.double() for n, t in whole_state(sharded).items()}, weights.read.bytes_read, kept, str(weights)]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_gives_its_weights_to_a_lazy_model(tmp_path: Path) -> None:
     first = run_ranks(_saves, 2, str(tmp_path), "some", True, "adamw")[0]
     for whole, read, kept, line in run_ranks(_weights_of_checkpoint, 3, str(tmp_path)):
@@ -165,40 +159,6 @@ def _empty_slices(rank: int, folder: str) -> bool:
 
 def test_tied_parameters_with_empty_slices(tmp_path: Path) -> None:
     assert run_ranks(_empty_slices, 3, str(tmp_path)) == [True] * 3
-
-
-# --- replicas --------------------------------------------------------------------------------------------------------
-
-
-def _replicas(rank: int, folder: str, loads: bool) -> Any:
-    model, optimizer, _ = _run("auto", group_size=2)
-    torch.manual_seed(7 + ts.distributed.get_data_parallel_rank())
-    wrapped = DistributedDataParallel(model, process_group=ts.distributed.get_data_parallel_group())
-    if loads:
-        ts.load(folder, wrapped, optimizer)
-    else:
-        train(wrapped, optimizer, STEPS)
-        ts.save(folder, wrapped, optimizer)
-    return whole_state(model), _optimizer_state(optimizer), torch.rand(4)
-
-
-def test_replicas_save_and_load_together(tmp_path: Path) -> None:
-    before, after = (run_ranks(_replicas, 4, str(tmp_path), loads) for loads in (False, True))
-    files = sorted(path.name for path in tmp_path.glob("data-*/*"))
-    assert files == [f"{i}-of-2{r}.safetensors" for i in "01" for r in (".1", "")] + ["objects.bin"]
-    for (whole, state, drawn), (loaded, loaded_state, drawn_after) in zip(before, after, strict=True):
-        assert _same(whole, loaded) and torch.equal(drawn, drawn_after)
-        for group, other in zip(state, loaded_state, strict=True):
-            assert all(_same(a, b) for a, b in zip(group, other, strict=True))
-    assert not torch.equal(before[0][2], before[2][2])  # replicas have drawn their own masks
-    whole, _, _ = run_ranks(_loads_alone, 1, str(tmp_path))[0]
-    assert _same(whole, before[0][0])
-
-
-def _loads_alone(rank: int, folder: str) -> Any:
-    model, optimizer, _ = _run(None)
-    ts.load(folder, model, optimizer)
-    return whole_state(model), None, None
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -267,129 +227,6 @@ def test_what_does_not_fit_changes_nothing(kind: str, saved: Path) -> None:
     assert not any(o.state for o in (optimizer if isinstance(optimizer, list) else [optimizer]))
 
 
-def _file(folder: Path, name: str = "0-of-1.safetensors") -> Path:
-    return next(folder.glob(f"data-*/{name}"))
-
-
-def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    def edit(folder: Path) -> None:
-        body = json.loads((folder / MANIFEST).read_text())
-        change(body)
-        (folder / MANIFEST).write_text(json.dumps(body))
-
-    return edit
-
-
-def _other_save(folder: Path) -> None:
-    """Another checkpoint's file of the same size and name."""
-    model = _Holds()
-    optimizer = _adam(model)
-    _trained(model, optimizer)
-    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
-    shutil.copy(_file(folder / "other"), _file(folder))
-
-
-def _other_objects(folder: Path) -> None:
-    """Another save's objects, with their size in the manifest."""
-    model = _Holds()
-    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
-    _trained(model, optimizer)
-    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
-    shutil.copy(_file(folder / "other", "objects.bin"), _file(folder, "objects.bin"))
-    size = _file(folder, "objects.bin").stat().st_size
-    _edited(lambda body: body["files"].update({"objects.bin": size}))(folder)
-
-
-def _objects(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Other objects, to which the manifest was made to fit."""
-
-    def edit(folder: Path) -> None:
-        path = _file(folder, "objects.bin")
-        data = change(path.read_bytes())
-        path.write_bytes(data)
-        fits = {"objects": digest(data)}
-        _edited(lambda b: (b["files"].update({"objects.bin": len(data)}), b.update(fits)))(folder)
-
-    return edit
-
-
-def _decoded(data: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = decode(data, allow_pickle=False)
-    return found
-
-
-def _changed(data: bytes, change: Callable[[Any], object]) -> bytes:
-    both = _decoded(data)
-    objects = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
-    change(objects)
-    parts = {name: encode(value, allow_pickle=False) for name, value in objects.items()}
-    return encode(both | {"objects": parts}, allow_pickle=False)
-
-
-_PICKLE = b"".join(
-    len(part).to_bytes(8, "little") + part for part in (b'["pickle", 0]', b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
-)
-
-
-BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no manifest": (lambda f: (f / MANIFEST).unlink(), "a save into it has not ended"),
-    "torn": (lambda f: os.truncate(_file(f), _file(f).stat().st_size - 1), "and had"),
-    "missing": (lambda f: _file(f).unlink(), "it is missing"),
-    "objects missing": (lambda f: _file(f, "objects.bin").unlink(), "it is missing"),
-    "of another save": (_other_save, "its checkpoint is"),
-    "no JSON": (lambda f: (f / MANIFEST).write_bytes(b"\x80\x04K"), "it is not what ts.save writes"),
-    "a list": (lambda f: (f / MANIFEST).write_text("[" * 9000), "it is not what ts.save writes"),
-    "outside": (_edited(lambda b: b["files"].update({"../x.safetensors": 1})), "not a file of a checkpoint"),
-    "an id": (_edited(lambda b: b.update(id="../../etc")), "it is not what ts.save writes"),
-    "another layout": (_edited(lambda b: b["tensors"].update({"model/a.weight": "S(0; 7x8) 4,4"})), "is no layout of"),
-    "another shape": (_edited(lambda b: b["tensors"].update({"model/a.weight": "I 4,5"})), "it is (4, 5)"),
-    "one too few": (_edited(lambda b: b["tensors"].pop("model/a.bias")), "which a file holds"),
-    "one too many": (_edited(lambda b: b["tensors"].update({"model/c": "I 4"})), "the slices of ranks []"),
-    "names": (_edited(lambda b: b["aliases"].update({"model/c": "model/d"})), "for which it has other names"),
-    "objects of another save": (_other_objects, "its hash differs"),
-    "a pickle": (_objects(lambda o: _PICKLE), "would have to travel as a pickle"),
-    "no bytes of ours": (_objects(lambda o: struct.pack("<q", -8) * 3), "a part of -8 bytes"),
-    "no settings": (_objects(lambda o: _changed(o, lambda x: x["optimizers"][0].pop("settings"))), "'settings'"),
-    "no extra": (_objects(lambda o: _changed(o, lambda x: x.pop("extra"))), "extra states"),
-    "RNG states": (
-        _objects(lambda o: encode(decode(o, allow_pickle=False) | {"rng": [b"x"]}, allow_pickle=False)),
-        "objects",
-    ),
-    "files exchanged": (lambda f: _file(f).rename(_file(f).with_name("1-of-1.safetensors")), "it is missing"),
-}
-
-
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_broken_checkpoint_changes_nothing(kind: str, saved: Path) -> None:
-    change, text = BROKEN[kind]
-    change(saved)
-    model = _Holds()
-    optimizer, before = _adam(model), copy.deepcopy(model.state_dict())
-    assert refused(lambda: ts.load(saved, model, optimizer), text, ts.InputError)
-    assert _same(before, model.state_dict()) and not optimizer.state and not Path("/tmp/opened").exists()
-
-
-def _slice() -> Tensor:
-    return StateSlice.of(torch.ones(2), ("w", "S(0)", 0, 2, (4,)))
-
-
-UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an object": (lambda: {"extra": object()}, "a checkpoint can't hold what extra has"),
-    "a function": (lambda: {"extra": {"f": [print]}}, "a checkpoint can't hold what extra has"),
-    "slices": (lambda: {"extra": {"ema": [_slice()]}}, "extra['ema'][0]"),
-    "a stranger": (lambda: {"optimizer": _adam(_Holds())}, "a parameter that is not the model's"),
-    "a size": (lambda: {"copies": "4 potatoes"}, "'4 potatoes' is no size"),
-}
-
-
-@pytest.mark.parametrize("kind", UNSAVED)
-def test_what_cannot_be_saved_leaves_the_folder_as_it_was(kind: str, saved: Path) -> None:
-    make, text = UNSAVED[kind]
-    before = read_checkpoint(saved).id
-    assert refused(lambda: ts.save(saved, _Holds(), **make()), text, ts.InputError)
-    assert read_checkpoint(saved).id == before and len([*saved.glob("data-*")]) == 1
-
-
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert refused(lambda: ts.save(tmp_path / "file", _Holds()), "the checkpoint can't be written", ts.InputError)
@@ -419,8 +256,7 @@ def _ranks_differ(rank: int, folder: str) -> dict[str, bool]:
     found["no place"] = refused(lambda: ts.save("/proc/none", model), "can't be written", ts.ShardError)
     mine = f"{folder}/own{rank}"
     shutil.copytree(f"{folder}/same", mine)
-    body = json.loads(Path(mine, MANIFEST).read_text())
-    id_ = body["id"]
+    id_ = _id(mine)
     found["equal copies"] = ts.load(mine, model, optimizer) is None
     if rank:
         os.truncate(next(Path(mine).glob("data-*/1-of-2.safetensors")), 9)
@@ -438,10 +274,11 @@ def _ranks_differ(rank: int, folder: str) -> dict[str, bool]:
         with torch.no_grad():
             model.get_parameter("norm.weight").add_(1)
     found["drifted"] = refused(lambda: ts.save(f"{folder}/same", model), "have drifted apart", ts.DistributedError)
-    found["kept"] = read_checkpoint(Path(folder, "same")).id == id_
+    found["kept"] = _id(f"{folder}/same") == id_
     return found
 
 
+@pytest.mark.nightly
 def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
     for found in run_ranks(_ranks_differ, 2, str(tmp_path)):
         assert all(found.values()), found
@@ -452,23 +289,25 @@ def _one_fails(rank: int, folder: str) -> list[Any]:
     ts.distributed.init_process_group(timeout_seconds=20)
     model = small("some")
     ts.save(folder, model)
-    before, create, told = read_checkpoint(Path(folder)).id, FilePlan.create, list[bool]()
+    before, told = _id(folder), list[bool]()
 
-    def full(self: FilePlan) -> None:
+    def full(plan: object) -> None:
         raise OSError(28, "No space left on device")
 
     for wait in (True, False):
         begin = time.monotonic()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(FilePlan, "create", full if rank else create)
+            if rank:
+                patch.setattr("torchshard.weights.safetensors_writer.FilePlan.create", full)
             told.append(refused(lambda: ts.save(folder, model, wait=wait).wait(), "No space left", ts.ShardError))  # noqa: B023
         told.append(time.monotonic() - begin < 15)
-    told.append(read_checkpoint(Path(folder)).id == before)
+    told.append(_id(folder) == before)
     ts.distributed.barrier()
     ts.save(folder, model)
-    return [*told, read_checkpoint(Path(folder)).id != before]
+    return [*told, _id(folder) != before]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
     assert run_ranks(_one_fails, 2, str(tmp_path)) == [[True] * 6] * 2
 
@@ -510,6 +349,7 @@ def _each_its_own(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 def test_ranks_that_hold_different_values_are_told(tmp_path: Path) -> None:
     for found in run_ranks(_each_its_own, 2, str(tmp_path)):
         assert all(found.values()), found
@@ -522,9 +362,10 @@ def _ends_early(rank: int, folder: str) -> bool:
     saving = ts.save(folder, model, wait=False)
     ts.distributed.destroy_process_group()
     saving.wait()
-    return bool(read_checkpoint(Path(folder)).id)
+    return bool(_id(folder))
 
 
+@pytest.mark.nightly
 def test_a_save_outlives_its_groups(tmp_path: Path) -> None:
     assert run_ranks(_ends_early, 2, str(tmp_path)) == [True, True]
 
@@ -551,279 +392,9 @@ def _saves_by(rank: int, folder: str, port: int) -> bool:
     return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
 
 
+@nightly("broken file")
 @pytest.mark.parametrize("kind", ["server", "broken file"])
 def test_the_store_of_the_ranks(kind: str, tmp_path: Path) -> None:
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     port = server.port if kind == "server" else 0
     assert run_ranks(_saves_by, 2, str(tmp_path), port) == [True, True]
-
-
-# --- habits ----------------------------------------------------------------------------------------------------------
-
-
-def _clone_all(module: nn.Module, state: dict[str, Tensor], *others: object) -> None:
-    state.update({name: tensor.clone() for name, tensor in state.items()})
-
-
-class _Scale(nn.Module):
-    """Keeps a tensor that is no buffer, and returns copies in its state dict."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.inner, self.value = nn.Linear(2, 2), torch.tensor(value)
-        self.inner._register_state_dict_hook(
-            lambda m, state, *_: state.update({k: v.clone() for k, v in state.items()})
-        )
-
-    def get_extra_state(self) -> Tensor:
-        return self.value
-
-    def set_extra_state(self, state: Tensor) -> None:
-        self.value = state
-
-
-def test_extra_state_and_copies_in_state_dicts(tmp_path: Path) -> None:
-    saved, other = _Scale(5.0), _Scale(0.0)
-    ts.save(tmp_path, saved)
-    ts.load(tmp_path, other)
-    assert other.value == 5 and torch.equal(saved.inner.weight, other.inner.weight)
-    assert refused(lambda: ts.load(tmp_path, nn.ModuleList([other])), "other extra states", ts.InputError)
-
-
-class _Counts(nn.Module):
-    def __init__(self, factor: int) -> None:
-        super().__init__()
-        self.inner, self.factor = nn.Linear(4, 4), factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x) * self.factor
-        return result
-
-    def get_extra_state(self) -> dict[str, int]:
-        return {"factor": self.factor}
-
-    def set_extra_state(self, state: dict[str, int]) -> None:
-        self.factor = state["factor"]
-
-
-def test_extra_state_of_a_sharded_model(tmp_path: Path) -> None:
-    x, plain = torch.ones(2, 4), _Counts(9)
-    saved, equal, other = (ts.shard(_Counts(n), {"inner": "column"}, (x,)) for n in (3, 3, 5))
-    ts.save(tmp_path, saved)
-    expected = saved(x)
-    for model in (equal, plain):
-        ts.load(tmp_path, model)
-        assert torch.equal(model(x), expected)
-    assert refused(lambda: ts.load(tmp_path, other), "can't change after sharding", ts.InputError)
-    ts.distributed.destroy_process_group()
-
-
-class _Own(nn.Linear):
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "mine"] = torch.ones(3)
-
-
-def test_what_no_parameter_holds_is_refused(tmp_path: Path) -> None:
-    assert refused(lambda: ts.save(tmp_path, _Own(2, 2)), "'mine' can't be saved", ts.InputError)
-
-
-def test_what_changes_after_save_is_not_saved(tmp_path: Path) -> None:
-    model, extra = nn.Linear(700, 700), {"log": [1], "x": torch.ones(2)}
-    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.1))
-    before = copy.deepcopy(model.state_dict())
-    saving = ts.save(tmp_path, model, optimizer, extra=extra, wait=False, copies="64KiB")
-    extra["log"].append(2)
-    extra["x"].add_(1)
-    optimizer.param_groups[0]["lr"].fill_(5)
-    with torch.no_grad():
-        model.weight.zero_()
-    saving.wait()
-    other = nn.Linear(700, 700)
-    into = torch.optim.SGD(other.parameters(), torch.tensor(1.0))
-    loaded = ts.load(tmp_path, other, into)
-    assert loaded["log"] == [1] and torch.equal(loaded["x"], torch.ones(2)) and into.param_groups[0]["lr"] == 0.1
-    assert _same(before, other.state_dict())
-
-
-STATES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "nadam": lambda p: torch.optim.NAdam(p, 0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, 0.01),
-    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.01, max_iter=2),
-}
-
-
-@pytest.mark.parametrize("kind", STATES)
-def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> None:
-    """In bfloat16: PyTorch would give states that are numbers in float32 the dtype of the parameter."""
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = sum(p.float().square().sum() for p in model.parameters())
-            assert isinstance(loss, Tensor)
-            loss.backward()
-            return loss.item()
-
-        optimizer.step(closure)
-
-    pair = [_Holds(dtype=torch.float32 if kind == "lbfgs" else torch.bfloat16) for _ in range(2)]
-    optimizers = [STATES[kind](model.parameters()) for model in pair]
-    for _ in range(3):
-        step(pair[0], optimizers[0])
-    ts.save(tmp_path, pair[0], optimizers[0])
-    ts.load(tmp_path, pair[1], optimizers[1])
-    for saved, loaded in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
-        tensors = [key for key, value in saved.items() if isinstance(value, Tensor)]
-        assert all(saved[key].dtype == loaded[key].dtype and torch.equal(saved[key], loaded[key]) for key in tensors)
-    for _ in range(3):
-        for model, optimizer in zip(pair, optimizers, strict=True):
-            step(model, optimizer)
-        assert _same(pair[0].state_dict(), pair[1].state_dict())
-
-
-def test_names_with_slashes_and_wrapped_models(tmp_path: Path) -> None:
-    pair = [nn.ModuleDict({"w": nn.Linear(2, 2), "x/w": nn.Linear(2, 2)}) for _ in range(2)]
-    optimizers = [_adam(model) for model in pair]
-    _trained(pair[0], optimizers[0])
-    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizers[0], [2, 4])
-    ts.save(tmp_path, torch.compile(pair[0]), optimizers[0], scheduler=milestones)
-    restored = torch.optim.lr_scheduler.MultiStepLR(optimizers[1], [1, 9])
-    ts.load(tmp_path, pair[1], optimizers[1], scheduler=restored)
-    keys = {frozenset(state) for state in optimizers[1].state.values()}
-    assert keys == {frozenset(("step", "exp_avg", "exp_avg_sq"))} and restored.milestones == milestones.milestones
-    assert _same(pair[0].state_dict(), pair[1].state_dict())
-
-
-class _Raises(torch.optim.lr_scheduler.StepLR):
-    def load_state_dict(self, state_dict: Any) -> None:
-        if "step_size" in state_dict and state_dict["step_size"] == 3:
-            raise ValueError("boom")
-        super().load_state_dict(state_dict)
-
-
-def test_what_fails_last_is_undone(tmp_path: Path) -> None:
-    pair = [_Holds() for _ in range(2)]
-    optimizers = [_adam(model) for model in pair]
-    _trained(pair[0], optimizers[0])
-    ts.save(tmp_path, pair[0], optimizers[0], scheduler=_Raises(optimizers[0], 3))
-    model, optimizer, scheduler = pair[1], optimizers[1], _Raises(optimizers[1], 7)
-    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ValueError, match="boom"):
-        ts.load(tmp_path, model, optimizer, scheduler=scheduler)
-    assert _same(before, model.state_dict()) and not optimizer.state and scheduler.step_size == 7
-    assert torch.equal(rng, torch.get_rng_state())
-    model.a.weight = nn.Parameter(torch.zeros(1).expand(4, 4))  # can't be written
-    with pytest.raises(RuntimeError, match="more than one element"):
-        ts.load(tmp_path, model)
-    assert torch.equal(before["b.weight"], model.b.weight)
-
-
-def test_data_that_an_unreadable_manifest_may_name_stay(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = (saved / MANIFEST).read_text()
-    (saved / MANIFEST).write_text("{")
-    with monkeypatch.context() as patch:
-        patch.setattr(FilePlan, "create", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert refused(lambda: ts.save(saved, _Holds()), "No space left", ts.InputError)
-    (saved / MANIFEST).write_text(manifest)
-    ts.load(saved, _Holds())
-
-
-def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    (saved / f"{MANIFEST}.part").symlink_to(tmp_path / "mine")
-    ts.save(saved, _Holds())
-    assert (tmp_path / "mine").read_text() == "mine" and not (saved / MANIFEST).is_symlink()
-
-
-@pytest.mark.parametrize(
-    ("folder", "why"),
-    [
-        *((folder, "invalid folder") for folder in (None, "", "a\0b", 3)),
-        ("/tmp/" + "x" * 300, "the checkpoint can't be"),
-    ],
-)
-def test_what_is_no_folder_is_refused(folder: Any, why: str) -> None:
-    for call in (lambda: ts.save(folder, _Holds()), lambda: ts.load(folder, _Holds())):
-        assert refused(call, why, ts.InputError)
-
-
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    data=st.data(), ranks=st.integers(1, 4), parts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), max_size=3)
-)
-def test_any_part_of_a_tensor_in_slices(
-    data: st.DataObject, ranks: int, parts: list[tuple[int, int]], tmp_path_factory: Any
-) -> None:
-    size = sum(count * unit for count, unit in parts) or 3
-    dim = data.draw(st.integers(0, 1))
-    shape = (size, 3) if dim == 0 else (3, size)
-    layout = canonical(dim, parts, ranks) if parts else I
-    whole = torch.randn(shape, dtype=torch.float64)
-    folder, files = tmp_path_factory.mktemp("slices"), []
-    for rank in range(ranks if parts else 1):
-        local = split(whole, layout, rank, ranks)
-        plan = FilePlan.of(folder / f"{rank}", {"w": TensorType(local.dtype, tuple(local.shape))}, {})
-        plan.create()
-        with plan.path.open("r+b") as file:
-            plan.write(file.fileno(), "w", local if data.draw(st.booleans()) else local.t().contiguous().t())
-        files.append(tensors_in(plan.path)["w"])
-    stored = SlicedTensor("w", whole.dtype, shape, Sharding.of((MeshAxis(ranks), layout)), tuple(files))
-    ends = [data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape]
-    box = tuple((a, b) for a, b in ends)
-    into = torch.empty([b - a for a, b in box], dtype=whole.dtype)
-    assert stored.read(box, into) == into.numel() * 8
-    assert torch.equal(into, whole[tuple(slice(*bounds) for bounds in box)]) and torch.equal(stored(), whole)
-    assert whole_box(shape) == tuple((0, n) for n in shape)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_part_is_written_where_its_place_says(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """As a conversion that transposes wants it: the dims of the part are not in the order of the file's."""
-    shape = (3, 4, 5)
-    order = data.draw(st.permutations(range(3)))
-    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
-    box = tuple((a, b) for a, b in bounds)
-    plan = FilePlan.of(tmp_path_factory.mktemp("file") / "f", {"w": TensorType(torch.float32, shape)}, {})
-    plan.create()
-    expected = torch.zeros(shape)
-    region = expected[tuple(slice(*ends) for ends in box)]
-    part = torch.randn(region.shape).permute(order)
-    region.permute(order).copy_(part)
-    with plan.path.open("r+b") as file:
-        plan.write(file.fileno(), "w", part, place_of(shape, box).permute(order))
-    assert torch.equal(tensors_in(plan.path)["w"](), expected)
-
-
-def test_copies_are_bounded() -> None:
-    import threading
-
-    copies, held, taken = Copies(100), [], []
-    tensors = {str(i): torch.full((10,), i, dtype=torch.float32) for i in range(8)}  # 40 bytes each
-
-    def put() -> None:
-        with copies.filling():
-            for name, tensor in tensors.items():
-                copies.put(name, tensor)
-                held.append(copies._held)
-                tensor.zero_()
-
-    thread = threading.Thread(target=put)
-    thread.start()
-    for _, tensor in copies:
-        with copies._changed:  # until there is no room, or none left to put
-            assert copies._changed.wait_for(lambda: copies._held == 80 or len(taken) == 7, timeout=60)
-        taken.append(int(tensor[0]))
-    thread.join()
-    assert max(held) == 80 and taken == [*range(8)]
-
-
-def test_a_tensor_that_cannot_be_copied_is_told() -> None:
-    copies = Copies(100)
-    with pytest.raises(RuntimeError, match="boom"), copies.filling():
-        raise RuntimeError("boom")
-    assert refused(lambda: [*copies], "a tensor can't be copied", ts.InputError)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchshard as ts
+from tests.helpers import command, nightly
 from tests.models import MLP
-from torchshard.cli.main import _plain_warnings, main
-from torchshard.cli.progress import Follow
-from torchshard.cli.sources import CONFIGS, Example, _configuration, read_source, real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -62,6 +58,7 @@ def llama(tmp_path: Path) -> str:
     return str(tmp_path / "llama")
 
 
+@pytest.mark.nightly
 def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With labels the loss is there, and its sum; a measured machine prices the plan; stages are told on stderr."""
     ts.Machine("mine", flops=1e9).save(tmp_path / "mine.json")
@@ -69,7 +66,7 @@ def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, caps
     common = ["plan", llama, "--ranks", "2", "--sequence", "8", "--machine", str(tmp_path / "mine.json"), "--json"]
     plans = []
     for i, more in enumerate(([], ["--dtype", "bfloat16"], ["--labels"])):
-        assert main([*common, str(tmp_path / f"{i}.json"), *more]) == 0
+        assert command(*common, str(tmp_path / f"{i}.json"), *more) == 0
         plans.append(ts.Plan.load(tmp_path / f"{i}.json"))
     assert "on mine" in (told := capsys.readouterr()).out and "capture: " in told.err
     assert 1.9 < plans[0].parameter_bytes()[1] / plans[1].parameter_bytes()[1] <= 2
@@ -77,10 +74,11 @@ def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, caps
     assert any("cross_entropy" in name for name in plans[2].choices)
 
 
+@pytest.mark.nightly
 def test_measure_writes_a_machine(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "torchshard"]
-    done = subprocess.run([sys.executable, *command, "measure", str(file)], capture_output=True, text=True)
+    launched = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "torchshard"]
+    done = subprocess.run([sys.executable, *launched, "measure", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     machine = ts.Machine.load(file)
     assert machine.name == "measured on 2 ranks" and 0 < machine.link_bandwidth < 1e12
@@ -97,40 +95,39 @@ def test_help_needs_no_torch() -> None:
 def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = tmp_path / "plan.json", tmp_path / "plan.html"
     given = ["plan", llama, "--ranks", "2", "--machine", "h100x8", "--json", str(files[0])]
-    assert main([*given, "--html", str(files[1]), "--sequence", "16"]) == 0
+    assert command(*given, "--html", str(files[1]), "--sequence", "16") == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan for 2 ranks") and "layers.* ×2" in shown and "up_proj" in shown and "h100x8" in shown
     plan = ts.Plan.load(files[0])
     assert plan.world_size == 2 and str(plan) in shown and files[1].read_text().startswith("<!doctype html>")
-    assert main(["show", str(files[0])]) == 0
+    assert command("show", str(files[0])) == 0
     assert "why: each rank" in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     given = [llama, "--mesh", "dp=2,tp=2", "--data", "shard", "--sequence", "16"]
-    assert main(["plan", *given, "--machine", "h100x8", "--json", str(file)]) == 0
+    assert command("plan", *given, "--machine", "h100x8", "--json", str(file)) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan for 2 × 2 ranks") and "over dp, 2 parts of the batch (shard)" in shown
     plan = ts.Plan.load(file)
     assert str(plan) in shown and plan.axes[0].data == "shard"
-    assert main(["check", *given]) == 0
+    assert command("check", *given) == 0
     assert "exact: 4 ranks" in capsys.readouterr().out
-    assert main(["check", *given, "--ranks", "8"]) == main(["check", *given, "--processes"]) == 3
+    assert command("check", *given, "--ranks", "8") == command("check", *given, "--processes") == 3
     told = capsys.readouterr().err
     assert "a mesh of 2 x 2 has 4 ranks, and there are 8" in told and "are checked in one process" in told
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", llama, "--mesh", "3x2"])
+    assert command("plan", llama, "--mesh", "3x2") == 2
     assert "'3x2' is no mesh such as dp=8,tp=4" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", llama, "--mesh", "dp=2,dp=2"])
+    assert command("plan", llama, "--mesh", "dp=2,dp=2") == 2
     assert "'dp=2,dp=2' says two things of one axis" in capsys.readouterr().err
 
 
 def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "tests.test_cli:factory", "--ranks", "3"]) == 0
+    assert command("show", "tests.test_cli:factory", "--ranks", "3") == 0
     assert "without it: a step takes" in capsys.readouterr().out
-    assert main(["show", "tests.test_cli:named", "--level", "node"]) == 0
+    assert command("show", "tests.test_cli:named", "--level", "node") == 0
     assert "* down_linear_reduce" in capsys.readouterr().out
 
 
@@ -139,32 +136,42 @@ def test_a_model_that_needs_more_than_token_ids_is_told_how_to_get_it(
 ) -> None:
     config = transformers.CLIPConfig(architectures=["CLIPModel"])
     config.save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--ranks", "2"]) == 3
+    assert command("plan", str(tmp_path), "--ranks", "2") == 3
     assert "a model that needs others or both: module:factory" in capsys.readouterr().err
+
+
+FORMATTED: list[str] = []
+
+
+def warning() -> tuple[nn.Module, tuple[Any, ...]]:
+    """A factory that notes how warnings are printed."""
+    for path, text in ((str(ts.__file__), "too slow"), (__file__, "old")):
+        FORMATTED.append(warnings.formatwarning(UserWarning(text), UserWarning, path, 3))
+    return factory()
 
 
 def test_warnings_have_the_users_place_or_none() -> None:
     before = warnings.formatwarning
-    with _plain_warnings():
-        text = warnings.formatwarning(UserWarning("too slow"), UserWarning, str(ts.__file__), 3)
-        assert text == "warning: too slow\n"
-        assert warnings.formatwarning(UserWarning("old"), UserWarning, __file__, 3).startswith(f"{__file__}:3: ")
+    FORMATTED.clear()
+    assert command("plan", "tests.test_cli:warning") == 0
+    assert FORMATTED[0] == "warning: too slow\n" and FORMATTED[1].startswith(f"{__file__}:3: ")
     assert warnings.formatwarning is before
 
 
 def test_draw(tmp_path: Path) -> None:
-    assert main(["draw", "tests.test_cli:factory", "-o", str(tmp_path / "x.svg")]) == 0
-    assert main(["draw", "tests.test_cli:factory", "--layer", "auto", "-o", str(tmp_path / "layer.svg")]) == 0
+    assert command("draw", "tests.test_cli:factory", "-o", str(tmp_path / "x.svg")) == 0
+    assert command("draw", "tests.test_cli:factory", "--layer", "auto", "-o", str(tmp_path / "layer.svg")) == 0
     assert "l-lane" in (tmp_path / "layer.svg").read_text()
     assert (tmp_path / "x.svg").read_text().count("<polygon") == 1
 
 
 def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", llama, "--ranks", "3", "--sequence", "5"]) == 0
+    assert command("check", llama, "--ranks", "3", "--sequence", "5") == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("exact: 3 ranks") and "random weights:" in shown.err
 
 
+@pytest.mark.nightly
 def test_check_on_real_ranks(tmp_path: Path) -> None:
     """In a process of its own, as from a shell: a rank imports what started it. The ranks read the weights silently."""
     save_file(MLP().state_dict(), tmp_path / "any.safetensors")
@@ -174,119 +181,24 @@ def test_check_on_real_ranks(tmp_path: Path) -> None:
     assert done.stderr.count(f"weights of {tmp_path}: 4 tensors used\n") == 1
 
 
-# --- folders of weights ----------------------------------------------------------------------------------------------
-
-
-def _saved(folder: Path, **more: Any) -> Path:
-    """A folder with a Llama in bfloat16, in several files."""
-    sizes = CONFIG | {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 99}
-    config = transformers.LlamaConfig(**sizes, **more)
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
-    return folder
-
-
-def _configured(folder: Path, **changes: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
-def test_a_folder_is_planned_in_the_dtype_of_from_pretrained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The dtype of its config; without one, that of its files. A config.json alone has the same plan."""
-    folder, shown = _saved(tmp_path), []
-    for model, dtype in ((folder / "config.json", "bfloat16"), (folder, "bfloat16"), (folder, None)):
-        _configured(folder, dtype=dtype)
-        assert main(["plan", str(model), "--sequence", "8"]) == 0
-        shown.append(capsys.readouterr())
-    assert shown[0].out == shown[1].out == shown[2].out and "of 85.2 KiB on each rank" in shown[0].out
-    assert "weights of" not in shown[0].err and f"weights of {folder}: 12 tensors used\n" in shown[1].err
-    assert main(["plan", str(_configured(folder, dtype="float32")), "--sequence", "8"]) == 0
-    said = capsys.readouterr()
-    assert "of 170.3 KiB on each rank" in said.out
-    assert "12 tensors used, bfloat16 in the files, cast to the model's float32\n" in said.err
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_check_takes_the_weights_of_a_folder(tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = str(_saved(tmp_path, tie_word_embeddings=tied))
-    assert main(["check", folder, "--sequence", "5"]) == 0
-    said = capsys.readouterr()
-    assert said.out.startswith("exact: 2 ranks") and f"{11 if tied else 12} tensors used\n" in said.err
-    model, expected = real_source(folder, Example(2, 5), None)[0], transformers.LlamaForCausalLM.from_pretrained(folder)
-    values = model.state_dict()
-    assert not model.training and values.keys() == expected.state_dict().keys()
-    assert all(values[name].dtype == tensor.dtype for name, tensor in expected.state_dict().items())
-    assert all(torch.equal(values[name], tensor) for name, tensor in expected.state_dict().items())
-
-
-FOLDER_ERRORS: dict[str, tuple[Any, str]] = {
-    "other sizes": (lambda folder: _configured(folder, hidden_size=32), "does not fit the model"),
-    "another model": (
-        lambda folder: _configured(folder, model_type="bert", architectures=["BertForMaskedLM"]),
-        "the weights are another model's",
-    ),
-    "torn file": (
-        lambda folder: next(folder.glob("*-00001-*")).write_bytes(b"torn"),
-        "is not a safetensors file that can be read",
-    ),
-    "no file": (lambda folder: next(folder.glob("*-00001-*")).unlink(), "the index of the weights can't be used"),
-    "a dtype of integers": (lambda folder: _configured(folder, dtype="int8"), "invalid dtype"),
-}
-
-
-@pytest.mark.parametrize("name", FOLDER_ERRORS)
-def test_a_folder_that_does_not_fit_is_refused_before_it_is_planned(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change, text = FOLDER_ERRORS[name]
-    change(_saved(tmp_path))
-    monkeypatch.setattr(ts, "plan", None)
-    monkeypatch.setattr("torchshard.cli.sources.check", None)
-    for command in ("plan", "check"):
-        assert main([command, str(tmp_path)]) == 3
-        said = capsys.readouterr().err
-        assert text in said and said.count("\n  ") == 3 and "Traceback" not in said
-
-
-def test_weights_for_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = {name: tensor.bfloat16() for name, tensor in MLP().state_dict().items() if name != "down.bias"}
-    command = ["tests.test_cli:factory", "--weights", str(tmp_path)]
-    save_file(state | {"other": torch.ones(2)}, tmp_path / "any.safetensors")
-    line = f"weights of {tmp_path}: 3 tensors used, 1 missing (down.bias), 1 unused (other), " \
-           "bfloat16 in the files, cast to the model's float32\n"  # fmt: skip
-    for name in ("plan", "check"):
-        assert main([name, *command]) == 0
-        assert line in capsys.readouterr().err
-    weight = dict(real_source(command[0], Example(2, 5), command[2])[0].named_parameters())["up.weight"]
-    assert torch.equal(weight, state["up.weight"].float()) and weight.requires_grad
-    save_file(state | {"up.bias": torch.ones(3)}, tmp_path / "any.safetensors")
-    assert main(["plan", *command]) == 3
-    assert "'up.bias' has another shape than the model's" in capsys.readouterr().err
-
-
 # --- logs and errors -------------------------------------------------------------------------------------------------
 
 
 def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """A line for each stage with its seconds, which a bar on a terminal follows."""
+    """A line for each stage with its seconds."""
     with caplog.at_level("INFO", "torchshard.compiler"):
-        assert main(["plan", "tests.test_cli:factory"]) == 0
+        assert command("plan", "tests.test_cli:factory") == 0
     lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.compiler"]
     assert [line.partition(":")[0] for line in lines] == ["capture", "plan", "rewrite"]
     assert all(line.endswith(" s") for line in lines)
-    moved: list[Any] = []
-    bar = SimpleNamespace(set_description_str=moved.append, update=lambda: moved.append(1))
-    Follow(bar).emit(logging.makeLogRecord({"msg": "capture: 2.5 s"}))
-    assert moved == ["capture: 2.5 s", 1]
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["env"]) == 0
+    assert command("env") == 0
     assert f"torch        {torch.__version__}" in capsys.readouterr().out
 
 
+@nightly(but=["ViTForImageClassification"])
 @pytest.mark.parametrize("kind", ["BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"])
 def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {
@@ -301,7 +213,7 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
     config = made(**given)
     config.architectures = [kind]
     config.save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path / "config.json"), "--sequence", "16"]) == 0
+    assert command("plan", str(tmp_path / "config.json"), "--sequence", "16") == 0
     assert capsys.readouterr().out.startswith("plan for 2 ranks")
 
 
@@ -311,19 +223,26 @@ MILLIONS = {"bert-base": 110, "gpt2": 124, "gpt2-xl": 1558, "llama-3-405b": 4058
 """Parameters of the package's own configurations."""
 
 
+CONFIGS = {path.stem: path for path in sorted((Path(ts.__file__).parent / "cli" / "configs").glob("*.json"))}
+
+
 @pytest.mark.parametrize("name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.nightly) for n in CONFIGS])
 def test_a_configuration_of_the_package_is_the_models(name: str) -> None:
-    config, build = _configuration(CONFIGS[name])
-    assert json.loads(CONFIGS[name].read_text()).keys() <= config.to_dict().keys()
+    given = json.loads(CONFIGS[name].read_text())
+    config = transformers.AutoConfig.for_model(**given)
+    assert given.keys() <= config.to_dict().keys()
     with torch.device("meta"):
-        assert round(sum(p.numel() for p in build(config).parameters()) / 1e6) == MILLIONS[name]
+        model = getattr(transformers, config.architectures[0])(config)
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == MILLIONS[name]
 
 
-def test_a_file_is_meant_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_meant_before_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
-    with pytest.raises(ts.ShardError, match=r"gpt2/config\.json"):
-        read_source("gpt2", Example())
+    assert command("plan", "gpt2") == 3
+    assert "gpt2/config.json" in capsys.readouterr().err
 
 
 ERRORS = {
@@ -371,11 +290,11 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_four_lines_on_stderr(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, text = ERRORS[name]
-    assert main(arguments) == 3
+    assert command(*arguments) == 3
     said = capsys.readouterr().err
     assert text in said and said.count("\n") == 4 and "Traceback" not in said
     with pytest.raises(ts.ShardError):
-        main([*arguments, "--debug"])
+        command(*arguments, "--debug")
 
 
 def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -393,38 +312,39 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
         (json.dumps({"model_type": "wav2vec2"}), "whose size its configuration does not have"),
     ):
         (tmp_path / "config.json").write_text(content)
-        assert main(["plan", str(tmp_path)]) == 3
+        assert command("plan", str(tmp_path)) == 3
         assert text in capsys.readouterr().err
 
 
 def test_a_plan_file_is_shown_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt")])
-    assert main(["show", str(tmp_path / "plan.txt")]) == 0
-    assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--weights", "llama"]) == 3
+    command("plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt"))
+    assert command("show", str(tmp_path / "plan.txt")) == 0
+    assert command("show", str(tmp_path / "plan.txt"), "--ranks", "3", "--weights", "llama") == 3
     assert "--weights and --ranks can't change a finished plan" in capsys.readouterr().err
     for option in (["--mode", "infer"], ["--batch", "8"], ["--sequence", "64"], ["--mode", "infer", "--length", "9"]):
-        assert main(["show", str(tmp_path / "plan.txt"), *option]) == 3
+        assert command("show", str(tmp_path / "plan.txt"), *option) == 3
         assert f"{option[0]}" in capsys.readouterr().err
-    for command in ("plan", "meshes"):
+    for name in ("plan", "meshes"):
         (tmp_path / "plan.json").write_bytes((tmp_path / "plan.txt").read_bytes())
-        assert main([command, str(tmp_path / "plan.json"), "--ranks", "2"]) == 3
+        assert command(name, str(tmp_path / "plan.json"), "--ranks", "2") == 3
         assert "is a plan\n" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **CONFIG}))
-    assert main(["show", str(tmp_path / "tiny.json"), "--sequence", "8"]) == 0
+    assert command("show", str(tmp_path / "tiny.json"), "--sequence", "8") == 0
     assert capsys.readouterr().out.startswith("plan for 2 ranks")
 
 
 def test_other_libraries_errors_are_shown_in_short_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torchshard.cli.main._planned", lambda given: 1 / 0)
-    assert main(["plan", "anything"]) == 3
+    monkeypatch.setattr(ts, "plan", lambda *_, **__: 1 / 0)
+    assert command("plan", "tests.test_cli:factory") == 3
     assert capsys.readouterr().err == "ZeroDivisionError: division by zero\n  try:    --debug, for the traceback\n"
     with pytest.raises(ZeroDivisionError):
-        main(["plan", "anything", "--debug"])
+        command("plan", "tests.test_cli:factory", "--debug")
 
 
 def test_a_reader_that_goes_is_no_traceback() -> None:
@@ -434,6 +354,4 @@ def test_a_reader_that_goes_is_no_traceback() -> None:
 
 
 def test_an_unknown_command_is_2() -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["shrad"])
-    assert caught.value.code == 2
+    assert command("shrad") == 2

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
-from torchshard.checking.lockstep import _convert
+from tests.helpers import nightly
+from torchshard.checking.lockstep import convert
 from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.core.mesh import simulated_name
 from torchshard.distributed.group import lookup
 from torchshard.distributed.ops import direct, hashable
+from torchshard.testing import run_ranks
 
 Case = tuple[str, Layout, Layout, tuple[int, ...]]
 _ops = torch.ops.torchshard
@@ -95,9 +96,9 @@ def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
         (grad,) = torch.autograd.grad(got, x, cotangent, create_graph=True)
         (again,) = torch.autograd.grad(grad, cotangent, pieces[rank]) if how == "plain" else (got,)
         found = {
-            "value": _same(got, _convert(pieces, source, target), target, rank),
-            "gradient": _same(grad, _convert(cotangents, dual(target), dual(source)), dual(source), rank),
-            "gradient of the gradient": _same(again, _convert(pieces, source, target), target, rank),
+            "value": _same(got, convert(pieces, source, target), target, rank),
+            "gradient": _same(grad, convert(cotangents, dual(target), dual(source)), dual(source), rank),
+            "gradient of the gradient": _same(again, convert(pieces, source, target), target, rank),
             "input kept": torch.equal(x.detach(), before),
             "no alias": got.untyped_storage()._cdata != x.untyped_storage()._cdata,
             "contiguous": got.is_contiguous() or name == "copy",
@@ -264,6 +265,7 @@ def three() -> list[dict[Any, Any]]:
     return run_ranks(_in_groups_of, 3, (3,))
 
 
+@nightly("four-*")
 @pytest.mark.parametrize(("ranks", "world"), [("four", 2), ("three", 3), ("four", 4)])
 def test_on_real_ranks(ranks: str, world: int, request: pytest.FixtureRequest) -> None:
     for found in request.getfixturevalue(ranks):
@@ -300,6 +302,7 @@ def _groups(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_groups_of_two_of_four_ranks(four: list[dict[Any, Any]]) -> None:
     for rank, found in enumerate(four):
         pair = [rank // 2 * 2, rank // 2 * 2 + 1]

@@ -15,7 +15,8 @@ from torch.ao.quantization import FakeQuantize, disable_fake_quant, disable_obse
 from torch.ao.quantization import observer as observers
 
 import torchshard as ts
-from tests.helpers import gradient_error, run_ranks
+from tests.helpers import nightly
+from torchshard.testing import gradient_error, run_ranks
 
 SPLIT = {"up": "column", "down": "row"}
 X = torch.arange(48, dtype=torch.float64).reshape(6, 8).sin()
@@ -102,7 +103,7 @@ def _trains(rank: int) -> tuple[dict[str, float], str, int]:
     first: Any = ts.shard(_Branch(_first_batch).double(), SPLIT)
     for _ in range(4):
         first(X)
-    captures = first._ts_graphs.captures
+    captures = first.captures
     first.ready.fill_(rank)
     with pytest.raises(ts.InputError) as error:
         first(X)
@@ -110,6 +111,7 @@ def _trains(rank: int) -> tuple[dict[str, float], str, int]:
     return found, str(error.value), captures
 
 
+@pytest.mark.nightly
 def test_another_value_gets_a_graph_of_its_own() -> None:
     for found, error, captures in run_ranks(_trains, 2):
         assert not {name: error for name, error in found.items() if not error < 1e-10}
@@ -164,6 +166,7 @@ class _Quantized(nn.Module):
         return y
 
 
+@pytest.mark.nightly
 def test_fake_quantizers_are_exact_while_they_do_not_observe_activations() -> None:
     model, x = _Quantized(), X.float()
     model(x)  # gives the buffers their shapes
@@ -182,6 +185,7 @@ ADAPTERS = {
 }
 
 
+@nightly(but=["LoHa"])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_that_ask_for_values(kind: str) -> None:
     model: Any = peft.get_peft_model(_Branch(lambda m, h: h), ADAPTERS[kind])  # type: ignore[arg-type]

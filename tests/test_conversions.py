@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchshard.checking.lockstep import _Conversion
+from torchshard.checking.lockstep import SimulatedConversion
 from torchshard.core.conversions import (
     TABLE,
     ConversionStep,
@@ -243,7 +243,7 @@ PAIRS = [(a, b, steps[0].name) for a in TARGETS for b in TARGETS if len(steps :=
 def test_a_conversion_keeps_the_value_and_its_gradient(source: Layout, target: Layout, name: str, world: int) -> None:
     torch.manual_seed(0)
     pieces = [p.requires_grad_() for p in _spread(torch.randn(5, 6, dtype=torch.float64), source, world)]
-    after = _Conversion.apply(None, source, target, *pieces)
+    after = SimulatedConversion.apply(None, source, target, *pieces)
     assert torch.allclose(_value(after, target), _value(pieces, source), rtol=1e-14, atol=1e-14)
     assert [tuple(p.shape) for p in after] == [local_shape((5, 6), target, r, world) for r in range(world)]
     cotangents = _spread(torch.randn(5, 6, dtype=torch.float64), dual(target), world)

@@ -6,7 +6,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import torchshard as ts
-from tests.helpers import run_ranks
+from tests.helpers import nightly
 from tests.resumed import adamw, small, train, whole_state
-from torchshard.weights.state_slices import StateSlice, mark_copies
+from torchshard.testing import run_ranks
 
 STEPS, NEXT = range(2), range(2, 5)
 FULL = StateDictOptions(full_state_dict=True)
@@ -107,6 +106,7 @@ def _loads(rank: int, folder: str, plan: str | None, rng: Tensor) -> list[Any]:
     return [whole_state(model), *found]
 
 
+@pytest.mark.nightly
 def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
     saved = run_ranks(_saves, 2, str(tmp_path))
     first = saved[0]
@@ -120,41 +120,6 @@ def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
             for whole, optimizer, plain, losses in ways:
                 assert _equal(whole, first["whole"]) and _equal(optimizer, first["gathered optimizer"]) and plain
                 assert torch.allclose(torch.tensor(losses), torch.tensor(first["losses"]), rtol=1e-12, atol=0)
-
-
-def _slice() -> StateSlice:
-    return StateSlice.of(torch.arange(6.0).reshape(3, 2), ("w", "S(0; 2+4)", 1, 2, (6, 2)))
-
-
-def test_a_slice_says_where_its_pieces_lie() -> None:
-    local = _slice()
-    chunks = local.__create_chunk_list__()
-    assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [((1, 0), (1, 2)), ((4, 0), (2, 2))]
-    items = local.__create_write_items__("w", local)
-    shards = [local.__get_tensor_shard__(item.index) for item in items]
-    assert torch.equal(torch.cat(shards), torch.arange(6.0).reshape(3, 2)) and shards[0].data_ptr() == local.data_ptr()
-    assert all(item.tensor_data is not None and item.tensor_data.size == (6, 2) for item in items)
-    assert local.size() == (3, 2) and local.size(0) == 3
-
-
-def test_an_empty_slice_has_no_pieces() -> None:
-    local = StateSlice.of(torch.empty(0, 2), ("w", "S(0)", 3, 4, (2, 2)))
-    assert local.__create_chunk_list__() == [] == local.__create_write_items__("w", local)
-
-
-def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_sharded_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent = ForkingPickler.loads(ForkingPickler.dumps(_slice()))
-    assert isinstance(sent, StateSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
-    held = io.BytesIO()
-    torch.save(_slice(), held)
-    for with_models in (False, True):
-        monkeypatch.delattr(Tensor, "_torchshard_place", raising=False)
-        if with_models:
-            mark_copies()
-        held.seek(0)
-        assert type(torch.load(held)) is (StateSlice if with_models else Tensor)
 
 
 def _optimizer_from_file(rank: int) -> list[bool]:
@@ -174,9 +139,10 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     states = fresh.state_dict()["state"]
     split = [i for i, p in enumerate(p for g in fresh.param_groups for p in g["params"]) if p.is_split]
     dist.barrier()
-    return [all(isinstance(states[i]["exp_avg"], StateSlice) for i in split), bool(split)]
+    return [all(type(states[i]["exp_avg"]).__name__ == "StateSlice" for i in split), bool(split)]
 
 
+@pytest.mark.nightly
 def test_an_optimizer_that_has_not_stepped_gives_slices() -> None:
     assert run_ranks(_optimizer_from_file, 2) == [[True, True]] * 2
 
@@ -218,6 +184,7 @@ def _sets(rank: int, folder: str, world: int, way: str) -> bool:
     return _equal(trained(*again), trained(*first))
 
 
+@nightly(but=["2-broadcast"])
 @pytest.mark.parametrize(("world", "way"), [(2, "equal"), (2, "broadcast"), (2, "partial"), (4, "broadcast")])
 def test_pytorchs_setters_take_whole_states(world: int, way: str, tmp_path: Path) -> None:
     assert all(run_ranks(_sets, world, str(tmp_path), world, way))

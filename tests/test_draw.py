@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
 
 import torchshard as ts
-from tests.compiled import compiled, compiled_case
+from tests.captured import planned_case
+from tests.helpers import nightly
 from tests.models import CASES, GPT
-from torchshard.distributed.ops import is_collective
-from torchshard.plans.table import size_text
-from torchshard.report.drawing.outline import Box, outline
+from torchshard.testing import capture, collective
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def _drawn(name: str, folder: Path) -> ElementTree.Element:
-    ts.draw(compiled_case(name), folder / "model.svg")
+    ts.draw(planned_case(name).plan, folder / "model.svg")
     return ElementTree.parse(folder / "model.svg").getroot()
 
 
 def _collectives(name: str) -> list[str]:
-    return sorted(n.name for n in compiled_case(name).graph.graph.nodes if is_collective(n.target))
+    return sorted(n.name for n in planned_case(name).graph.graph.nodes if collective(n) is not None)
 
 
+@nightly(but=["mlp", "mlp_*"])
 @pytest.mark.parametrize("name", CASES)
 def test_every_collective_is_drawn_as_a_hexagon(name: str, tmp_path: Path) -> None:
     groups = _drawn(name, tmp_path).findall(f"{SVG}g")
@@ -40,6 +38,7 @@ def test_every_collective_is_drawn_as_a_hexagon(name: str, tmp_path: Path) -> No
     assert len({n for g in groups for n in g.attrib["data-nodes"].split()}) >= len(groups)
 
 
+@nightly("attention_dropout", "conv", "encoder_decoder", "fused_by_split_7_heads", "gpt_*")
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
     root = _drawn(name, tmp_path)
@@ -49,22 +48,24 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
         assert float(rect.get("y", 0)) + float(rect.attrib["height"]) <= height
 
 
+@nightly(but=[".dot"])
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".dot"])
 def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path) -> None:
-    made = compiled_case("gpt")
+    made = planned_case("gpt").plan
     path = tmp_path / f"step{suffix}"
     ts.draw(made, path, step=True)
     text = path.read_text()
     begun = [text.count(sign) for sign in ("▼ all-", "▲ all-", "▼ all-reduce")]
     if suffix == ".dot":  # nothing else repeats what a row says
-        assert begun[:2] == list(made.plan.costs.calls)
+        assert begun[:2] == list(made.costs.calls)
     assert all(begun) and "begin_reduce" in text
 
 
+@pytest.mark.nightly
 def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     case = CASES["gpt"]
     for file in ("one.svg", "two.svg"):
-        ts.draw(compiled(case.build(), case.plan, 2, case.inputs(), case.kwargs), tmp_path / file)
+        ts.draw(capture(case.build(), case.inputs(), case.kwargs).plan(case.plan, 2).plan, tmp_path / file)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
@@ -82,21 +83,6 @@ def test_rows_show_shape_layout_and_bytes_sent(tmp_path: Path) -> None:
     assert column and all(str(row[-1]).endswith("@tp]") for row in column)
 
 
-def test_repeated_layers_are_one_box() -> None:
-    root = outline(compiled_case("gpt").graph.graph)
-    (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
-    assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
-    shown = Counter(n for row in root.rows() for n in row.nodes)
-    assert set(shown.values()) == {1}
-
-
-def test_layers_that_differ_are_not_folded() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
-    made = compiled(model, {"*.0": "column", "*.2": "row"}, 2, (torch.randn(2, 4),))
-    titles = [i.title for i in outline(made.graph.graph).items if isinstance(i, Box)]
-    assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
-
-
 def test_a_sharded_module_and_one_rank(tmp_path: Path) -> None:
     case = CASES["mlp"]
     ts.draw(ts.shard(case.build(), case.plan, case.inputs()), tmp_path / "one.svg")
@@ -106,25 +92,19 @@ def test_a_sharded_module_and_one_rank(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     case = CASES["mlp"]
     with pytest.raises(ts.InputError, match=r"(?s)can't be written as '\.png'.*try: +'model\.html'"):
-        ts.draw(compiled_case("mlp"), tmp_path / "model.png")
+        ts.draw(planned_case("mlp").plan, tmp_path / "model.png")
     with pytest.raises(ts.InputError, match="can't be written as 'a file without a suffix'"):
-        ts.draw(compiled_case("mlp"), tmp_path / "model")
+        ts.draw(planned_case("mlp").plan, tmp_path / "model")
     with pytest.raises(ts.InputError, match="a MLP has no plan"):
         ts.draw(case.build(), tmp_path / "model.svg")  # type: ignore[arg-type]
     with pytest.raises(ts.InputError, match="no graph is captured yet"):
         ts.draw(ts.shard(case.build(), case.plan), tmp_path / "model.svg")
     assert not list(tmp_path.iterdir())
-    ts.draw(compiled_case("mlp"), str(tmp_path / "model.svg"))
+    ts.draw(planned_case("mlp").plan, str(tmp_path / "model.svg"))
     assert (tmp_path / "model.svg").exists()
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
-)
-def test_sizes(count: float, text: str) -> None:
-    assert size_text(count) == text
-
-
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [{"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, {"world_size": 2}], ids=str)
 def test_sums_of_a_page_are_those_of_all_axes(ranks: dict[str, Any], tmp_path: Path) -> None:
     ids = torch.randint(29, (4, 8))

@@ -14,7 +14,8 @@ from torch.distributed import ReduceOp
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import BACKENDS, run_ranks
+from tests.helpers import BACKENDS
+from torchshard.testing import run_ranks
 
 pytestmark = pytest.mark.waits
 

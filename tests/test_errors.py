@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -15,10 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import nightly
 from tests.models import CASES, GPT, MLP
-from torchshard.core.layouts import parse_layout
-from torchshard.core.mesh import MeshAxis
-from torchshard.rules import RULES
+from torchshard.testing import Layout, Shard
 
 X = torch.randn(3, 12)
 
@@ -51,6 +51,7 @@ def test_two_keys_that_disagree() -> None:
     assert _plan({"up": "column", "u*": 1})
 
 
+@pytest.mark.nightly
 def test_one_parameter_with_two_layouts_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ts.PlanError, match="two ways") as caught:
@@ -59,6 +60,7 @@ def test_one_parameter_with_two_layouts_is_refused() -> None:
     assert _plan({"tok": "vocab", "head": "column"}, GPT(), example_inputs=(ids,)).parameters["tok.weight"] == ts.S(0)
 
 
+@nightly("blocks.0-row")
 @pytest.mark.parametrize("key, style", [("norm", "column"), ("blocks.0", "row"), ("blocks.0.attn.q", "vocabulary")])
 def test_a_style_that_a_module_cannot_have(key: str, style: str) -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
@@ -226,13 +228,16 @@ def test_arguments_of_the_wrong_type(name: str) -> None:
     ts.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("layout", ["S(9)", "S(0; 3+4)", "P"])
+LAYOUTS: dict[str, Layout] = {"S(9)": ts.S(9), "S(0; 3+4)": Shard(0, ((3, 1), (4, 1))), "P": ts.P}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
     made = _plan({"up": "column"})
-    made = made.with_last(parameters={**made.parameters, "up.weight": parse_layout(layout)})
+    made = made.with_last(parameters={**made.parameters, "up.weight": LAYOUTS[layout]})
     for call in (_plan, lambda plan: ts.shard(MLP(), plan)):
         with pytest.raises(ts.PlanError, match="does not fit") as caught:
-            call(made.with_last(axis=MeshAxis(2 if call is _plan else 1)))
+            call(made.with_last(axis=dataclasses.replace(made.last.axis, size=2 if call is _plan else 1)))
         _four_lines(caught.value)
     ts.distributed.destroy_process_group()
 
@@ -266,81 +271,6 @@ def test_values_that_neither_the_model_nor_the_files_have(tmp_path: Path) -> Non
     text = _raises(lambda: ts.shard(MLP().to("meta"), {}, (X,), weights=tmp_path))
     assert "have no values" in text and "down.weight" in text
     ts.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("row", ["... c -> ... c", "... c -> ... c, d"], ids=["too much", "no row"])
-def test_a_wrong_rule_of_the_users_is_told_as_theirs(row: str) -> None:
-    with pytest.raises(ts.RuleError, match=r"the rule of .*sixteen|the row"):
-        _with_rule(row)
-
-
-@pytest.mark.parametrize(
-    "options, text",
-    [
-        ({"local": {"c": lambda x: x}}, "the local function of the rule"),
-        ({"local": {"c": 5}}, "is no function"),
-        ({"local": {"q": lambda local, x: x}}, "axis q is in no tensor"),
-        ({"together": {"q"}}, "axis q is in no tensor"),
-    ],
-    ids=["fails", "no function", "no axis", "no axes"],
-)
-def test_options_of_a_rule_of_the_users(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ts.RuleError, match=text):
-        _with_rule("... c -> ... c", **options)
-
-
-def _with_rule(row: str, **options: Any) -> None:
-    ts.rule(torch.ops.shardtest.sixteen.default, row=row, **options)
-    try:
-        ts.check(_Sixteen(), {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,))
-    finally:
-        RULES.pop(torch.ops.shardtest.sixteen.default)
-
-
-def test_no_op_and_no_rule() -> None:
-    with pytest.raises(ts.RuleError, match="no op, but the name of its overloads"):
-        ts.rule(torch.ops.shardtest.sixteen, row="... -> ...")
-    with pytest.raises(ts.RuleError, match="5 is no rule"):
-        ts.rule(torch.ops.shardtest.sixteen.default)(5)  # type: ignore[arg-type]
-
-
-@torch.library.custom_op("shardtest::sixteen", mutates_args=())
-def _sixteen(x: Tensor) -> Tensor:
-    return x[..., :1].expand(*x.shape[:-1], 16).clone()
-
-
-@_sixteen.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:-1], 16)
-
-
-_sixteen.register_autograd(lambda ctx, grad: nn.functional.pad(grad.sum(-1, keepdim=True), (0, 15)))
-
-
-class _Sixteen(MLP):
-    def __init__(self) -> None:
-        super().__init__(12, 16, 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.ops.shardtest.sixteen(self.up(x)))
-
-
-class _Widened(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bc,cd->bd", self.up(x), torch.ones(self.up.out_features, 3))
-
-
-class _Raising(MLP):
-    def specialize(self, x: Tensor) -> Tensor:
-        raise ValueError("a dynamic value")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.specialize(x)
-
-
-def test_whose_fault_a_failing_forward_is() -> None:
-    assert "dtype=x.dtype" in _raises(lambda: ts.check(_Widened(), {}, world_size=2, example_inputs=(X,)))
-    assert "without torchshard first" in _raises(lambda: _plan({}, _Raising()))
 
 
 def test_more_ranks_than_elements_where_ranks_divide_the_batch() -> None:
@@ -400,143 +330,3 @@ def test_styles_that_a_layer_can_have_are_named() -> None:
 def test_arguments_in_another_order_or_of_another_type(call: Callable[[], Any]) -> None:
     with pytest.raises(ts.ShardError):
         call()
-
-
-# --- shared memory ---------------------------------------------------------------------------------------------------
-
-
-class _Sharing(MLP):
-    """Holds further tensors, and reads those that `read` gives."""
-
-    def __init__(self, hold: Callable[[Any], Any], read: Callable[[Any], Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("stats", torch.rand(2, 12))
-        hold(self)
-        self.read = read
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.read(self))
-
-
-def _flat(m: Any) -> None:
-    flat = torch.rand(12, 4)
-    m.register_buffer("first", flat[:, 0], persistent=False)
-    m.second, m.scale = nn.Parameter(flat[:, 1]), nn.Parameter(torch.rand(()).expand(12))
-    m.third, m.unread = flat[:, 2], m.stats[0]
-
-
-def _in_closure(m: Any) -> None:
-    mean = m.stats[1]
-    m.shift = lambda: mean
-
-
-SHARING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
-    "buffer 'stats' and buffer 'mean'": (
-        lambda m: m.register_buffer("mean", m.stats[1], persistent=False),
-        lambda m: m.mean,
-    ),
-    "parameter 'up.weight' and buffer 'first'": (
-        lambda m: m.register_buffer("first", m.up.weight.data),
-        lambda m: m.first[0],
-    ),
-    "parameter 'w' and parameter 'v'": (
-        lambda m: (setattr(m, "w", nn.Parameter(m.stats.clone())), setattr(m, "v", nn.Parameter(m.w.data[1]))),
-        lambda m: m.v * m.w.sum(0),
-    ),
-    "parameter 'up.bias' and buffer 'column'": (
-        lambda m: m.register_buffer("column", m.up.bias.data[::2]),
-        lambda m: m.column.sum(),
-    ),
-    "shares memory with buffer 'stats'": (lambda m: setattr(m, "mean", m.stats[0]), lambda m: m.mean),
-    "with buffer 'stats' (a list)": (lambda m: setattr(m, "means", [m.stats[0]]), lambda m: m.means[0]),
-    "with buffer 'stats' (a closure)": (_in_closure, lambda m: m.shift()),
-    "with buffer 'stats' (a number)": (
-        lambda m: setattr(m, "flag", m.stats[0, :1]),
-        lambda m: m.stats[1] * (2 if m.flag > 2 else 1),
-    ),
-    "shares memory with parameter 'up.weight'": (
-        lambda m: setattr(m, "before", m.up.weight.data),
-        lambda m: m.before[0],
-    ),
-}
-"""What an error says -> the tensors that a model holds, and what forward reads."""
-
-
-@pytest.mark.parametrize("name", SHARING)
-def test_memory_that_two_tensors_share_is_refused(name: str) -> None:
-    calls: list[Callable[[nn.Module], Any]] = [
-        lambda m: ts.shard(m, {}, (X,)),
-        lambda m: ts.plan(m, {}, world_size=2, example_inputs=(X,)),
-        lambda m: ts.check(m, {}, world_size=2, example_inputs=(X,)),
-    ]
-    for call in calls:
-        text = _raises(lambda: call(_Sharing(*SHARING[name])))  # noqa: B023
-        assert name.partition(" (")[0] in text and ".clone()" in text
-    ts.distributed.destroy_process_group()
-
-
-def test_memory_that_is_shared_is_refused_whenever_a_capture_finds_it() -> None:
-    hold, read = SHARING["shares memory with buffer 'stats'"]
-    early = ts.shard(_Sharing(hold, read), {})
-    assert "test_errors.py" in _raises(lambda: early(X))
-    assert "with buffer 'stats'" in _raises(lambda: copy.deepcopy(early)(X))
-    with ts.lazy():
-        lazy = _Sharing(hold, read)
-    assert "with buffer 'stats'" in _raises(lambda: ts.shard(lazy, {}, (X,)))
-    ts.distributed.destroy_process_group()
-
-
-def test_tensors_beside_each_other_in_one_memory_are_accepted() -> None:
-    model = _Sharing(_flat, lambda m: m.first + m.second * m.scale + m.third)
-    assert torch.equal(ts.shard(model, {}, (X,))(X), model(X))
-    assert ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,)).ok
-    tied = _Sharing(lambda m: (m.register_buffer("same", m.stats), setattr(m, "alias", m.stats)), lambda m: m.alias[0])
-    assert torch.equal(ts.shard(tied, {}, (X,))(X), tied(X))
-    ts.distributed.destroy_process_group()
-
-
-# --- gradients of buffers --------------------------------------------------------------------------------------------
-
-
-class _Scaled(MLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-def test_a_buffer_that_requires_a_gradient_is_refused() -> None:
-    trained = _Scaled()
-    sharded = ts.shard(copy.deepcopy(trained), {}, (X,))
-    trained.scale.requires_grad_(True)
-    calls: list[Callable[[], Any]] = [
-        lambda: ts.shard(trained, {}),
-        lambda: ts.check(trained, {}, world_size=2, example_inputs=(X,)),
-        lambda: torch.func.functional_call(sharded, {"scale": torch.tensor(2.0, requires_grad=True)}, (X,)),
-        lambda: sharded(X),
-    ]
-    sharded(X)
-    sharded.scale.requires_grad_(True)
-    for call in calls:
-        assert "buffer 'scale' requires a gradient" in _raises(call)
-    with torch.no_grad():
-        assert torch.equal(sharded(X), trained(X))
-    sharded.scale.requires_grad_(False)
-    assert sharded(X).requires_grad
-    ts.distributed.destroy_process_group()
-
-
-class _Averages(_Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.scale.lerp_(y.mean(), 0.5)
-        return y
-
-
-def test_a_buffer_to_which_forward_writes_values_with_gradients_is_refused() -> None:
-    sharded = ts.shard(_Averages(), {})
-    sharded(X)
-    assert "try:   store detached values in scale, or write to it under torch.no_grad()" in _raises(lambda: sharded(X))
-    ts.distributed.destroy_process_group()

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from torchshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
@@ -61,14 +61,17 @@ def check_gpt(printed: str) -> None:
     assert (EXAMPLES / "out" / "gpt.svg").stat().st_size > 0
 
 
+@pytest.mark.nightly
 def test_train_gpt() -> None:
     check_gpt(_run("train_gpt.py", "--steps", "3"))
 
 
+@pytest.mark.nightly
 def test_train_gpt_under_torchrun() -> None:
     check_gpt(_run("train_gpt.py", "--steps", "3", launcher=TORCHRUN))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("run", [_run, _run_on_forked_ranks], ids=["alone", "launched"])
 def test_minilm(run: Callable[[str], str]) -> None:
     pytest.importorskip("transformers")
@@ -122,12 +125,14 @@ def check_finetune(printed: str, ranks: tuple[int, int]) -> None:
     assert differences and all(float(difference) < 1e-5 for difference in differences)
 
 
+@pytest.mark.nightly
 def test_finetune(tiny_llama: Path, tmp_path: Path) -> None:
     places = ("--folder", str(tiny_llama), "--out", str(tmp_path))
     check_finetune(_run("finetune.py", "--ranks", "3", "--resume", "2", *places), (3, 2))
     assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
+@pytest.mark.nightly
 def test_finetune_under_a_launcher(tiny_llama: Path, tmp_path: Path) -> None:
     places = ("--folder", str(tiny_llama), "--out", str(tmp_path))
     trained = _run_on_forked_ranks("finetune.py", *places, ranks=2)
@@ -159,6 +164,7 @@ def test_generate_fails_if_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> Non
             check([5, 6], other)
 
 
+@pytest.mark.nightly
 def test_collectives_print_what_each_rank_holds() -> None:
     alone = _run("collectives.py")
     golden = Path(__file__).parent / "golden" / "collectives.txt"

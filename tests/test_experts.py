@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,26 +11,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 import transformers.integrations.moe
-from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch import Tensor, nn
 
 import torchshard as ts
-from tests.compiled import planned_as
-from tests.helpers import largest, run_ranks
-from torchshard.checking.check import check_program
-from torchshard.compiler.prepare import prepared
-from torchshard.core.choices import choices
-from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.experts import COMBINE, DISPATCH
-from torchshard.ir.graph import whole_choice
-from torchshard.passes import localized, step_graphs
-from torchshard.planner.costs import PRODUCTS, CostModel, Op
-from torchshard.plans.machine import MACHINES, Data, objective
-from torchshard.rules import rule_of
+from tests.helpers import nightly
+from torchshard.testing import capture
 
 aten = torch.ops.aten
-Ways = Data | dict[str, Data]
-HYBRID: dict[str, Data] = {"dp": "replicate", "fsdp": "shard"}
+HYBRID = {"dp": "replicate", "fsdp": "shard"}
 
 
 class _Experts(nn.Module):
@@ -84,6 +69,7 @@ def test_pytorchs_own_product() -> None:
     assert report.ok, str(report)
 
 
+@nightly("40-False")
 @pytest.mark.parametrize("inner, is_split", [(40, False), (64, True)])
 def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
     """It takes rows of a multiple of 16 bytes: 40 of two bytes are five of them, for four ranks."""
@@ -101,46 +87,14 @@ def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_sp
 def test_experts_across_ranks(world: int, experts: int) -> None:
     """Every rank has some experts whole: with 3 of them, the last of 4 ranks has none."""
     model, inputs = _model(experts)
-    captured = prepared(model, inputs, {})
-    layouts: dict[str, ts.Layout] = {"up": ts.S(0), "down": ts.S(0)}
-    made = planned_as(captured, model, {}, world, objective("cpu-gloo"), layouts)
+    made = capture(model, inputs).plan({}, world, machine="cpu-gloo", layouts={"up": ts.S(0), "down": ts.S(0)})
     gathered = {c.value for c in made.plan.costs.collectives} & {"up", "down"}
     assert not gathered
-    report = check_program(model, made, made.graph, inputs, {})
+    report = made.check()
     assert report.ok, str(report)
 
 
-def test_every_op_that_pytorch_counts_flops_of_has_a_price() -> None:
-    packets = [packet for packet in flop_registry if hasattr(packet, "overloads")]
-    ruled = {op for packet in packets for name in packet.overloads() if rule_of(op := getattr(packet, name))}
-    assert aten.convolution.default in ruled and ruled <= PRODUCTS.keys()
-
-
-def _flops(module: fx.GraphModule, op: Any, axis: str) -> tuple[float, float]:
-    """The operations of the first such op: of all, and of one of two ranks."""
-    costs = CostModel(MACHINES["cpu-gloo"], MeshAxis(2))
-    costed = Op.of(next(n for n in module.graph.nodes if n.target is op))
-    assert costed.row is not None
-    split = next(c for c in choices(costed.row, 2) if c.name == f"split {axis}")
-    return costs.flops(costed, whole_choice(costed.node)), costs.flops(costed, split)
-
-
-def test_a_transposed_convolution_costs_what_pytorch_counts() -> None:
-    model, x = nn.ConvTranspose2d(8, 6, 3, stride=2), torch.randn(2, 8, 5, 5)
-    whole, part = _flops(prepared(model, (x,)).graph, aten.convolution.default, "o")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x)
-    assert whole == counter.get_total_flops() == 2 * part
-
-
-@pytest.mark.parametrize("axis", ["e", "n"])
-def test_the_price_of_experts(axis: str) -> None:
-    """Each row meets one expert's matrix; of experts across ranks each rank has its part of the rows."""
-    model, inputs = _model(inner=64, dtype=torch.bfloat16)
-    whole, part = _flops(prepared(model, inputs).graph, aten._grouped_mm.default, axis)
-    assert whole == 2 * (2 * 10) * 16 * 64 == 2 * part
-
-
+@pytest.mark.nightly
 def test_memory_of_a_mixture_on_meta() -> None:
     """On a GPU Hugging Face counts the rows of each expert with an op that CPUs have for other dtypes alone."""
     config = transformers.MixtralConfig(
@@ -236,6 +190,7 @@ def _by_sizes(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32, _by_sizes]
 
 
+@nightly(but=["mesh0-_by_int32"])
 @pytest.mark.parametrize("move", [*MOVES[:-1], pytest.param(_by_sizes, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "mesh",
@@ -350,6 +305,7 @@ ACROSS = [_softmax, _places_kept, _counted, _paired, _limited, _mixed, _dropped,
 ACROSS += [_inverse_backwards, _padded, _counts_as_ends, _other_keys, _added_inverse, _mean]
 
 
+@nightly(but=["_counts_as_ends", "_mean"])
 @pytest.mark.parametrize("move", ACROSS)
 def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
@@ -358,6 +314,7 @@ def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     assert not any("own_order" in node.meta for node in plan.graph.graph.nodes)
 
 
+@pytest.mark.nightly
 def test_a_mixture_with_its_auxiliary_loss() -> None:
     """Its first call sets an attribute; rehearsed, it has to choose the product that a capture has, by its dtype."""
     config = transformers.MixtralConfig(
@@ -382,177 +339,3 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
 
 WIDE = 8192
 """So wide that a step sends its rows to the experts, and not the experts' weights to the rows."""
-
-
-def _sends(plan: ts.Plan) -> set[str]:
-    """What is sent of products and their weights."""
-    sent = [c for c in plan.in_order[-1].costs.collectives if c.nbytes]
-    return {c.value if c.value in ("up", "down") else c.name for c in sent} & {"up", "down", "dispatch", "combine"}
-
-
-NIGHTLY = pytest.mark.nightly
-QUICK = [_by_scatter, _by_sizes]
-NIGHTLY_MESHES = [({"dp": 2, "tp": 2}, "shard"), ({"dp": 4}, "shard_grad_op"), ({"dp": 2, "fsdp": 2}, HYBRID)]
-
-
-@pytest.mark.parametrize("move", [move if move in QUICK else pytest.param(move, marks=NIGHTLY) for move in MOVES])
-@pytest.mark.parametrize(
-    ("mesh", "data"),
-    [({"dp": 2}, "shard"), *(pytest.param(*case, marks=NIGHTLY) for case in NIGHTLY_MESHES)],
-)
-def test_rows_go_to_the_ranks_that_have_their_experts(move: Move, mesh: dict[str, int], data: Ways) -> None:
-    model, x = _Moved(move, WIDE).double(), torch.randn(16, 16, dtype=torch.float64).requires_grad_()
-    ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
-    plan = ts.plan(model, {}, mesh=mesh, data=data, example_inputs=(x[:4],), world_size=math.prod(mesh.values()))
-    assert _sends(plan) == {"dispatch", "combine"}
-
-
-def test_a_step_at_experts_sends_what_was_planned() -> None:
-    model, x = _Moved(_by_sizes, WIDE).double(), torch.randn(6, 16, dtype=torch.float64).requires_grad_()
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(x,))
-    parts = step_graphs(localized(plan.graph, MeshAxis(2).simulated()[0]))
-    sent = [c for c in plan.costs.collectives if c.name in ("dispatch", "combine")]
-    duals = {"dispatch": "combine", "combine": "dispatch"}
-    planned = [[c.name for c in sent if c.forward.nbytes], [duals[c.name] for c in sent if c.backward.nbytes]]
-    nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
-    made = [node.target.name().partition("::")[2] for node in nodes if node.target in (DISPATCH, COMBINE)]
-    assert sorted(made) == sorted(itertools.chain(*planned)) and len(made) == 6
-
-
-@pytest.fixture
-def prefers_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go to their experts wherever they can, whatever that costs."""
-    name = "torchshard.compiler.planning.seconds_of_step"
-    monkeypatch.setattr(name, lambda solved: "dispatch" not in _sends(solved[-1].plan))
-
-
-def _skew(model: _Moved, *scores: float) -> None:
-    """Has all rows of positive numbers choose the experts of the largest scores."""
-    with torch.no_grad():
-        model.gate.weight.copy_(torch.tensor(scores).unsqueeze(1).expand(4, 16))
-
-
-def _scaled(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """How many rows there are is a number, too."""
-    keys, order = chosen[:, 0].sort()
-    ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
-    h = grouped(x[order], m.up, offs=ends)
-    return torch.zeros_like(x).index_put((order,), grouped(h * h.shape[0], m.down, offs=ends))
-
-
-def _by_other_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Between two products there is one more, whose rows are counted in another way."""
-    keys, order = chosen[:, 0].sort()
-    ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
-    others = torch.searchsorted(keys, torch.arange(4), right=True).to(torch.int32)
-    h = grouped(grouped(x[order], m.up, offs=ends), m.down, offs=others)
-    y = grouped(h, m.up, offs=ends)
-    return torch.zeros_like(x).index_put((order,), torch.cat([y, y[:, :4]], 1))
-
-
-def _without_expert(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """The last rows have none: they choose a fifth."""
-    keys, order = x[:, :5].topk(1).indices[:, 0].sort()
-    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
-
-
-def _without_last(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Ends are where each expert begins, so that rows of the last one have none."""
-    keys, order = chosen[:, 0].sort(descending=False)
-    ends = torch.searchsorted(keys, torch.arange(4)).to(torch.int32)
-    return torch.zeros_like(x).index_put((order,), m.products(x[order], ends))
-
-
-@pytest.mark.parametrize("move", [_scaled, _by_other_ends, _without_expert, _without_last])
-@pytest.mark.usefixtures("prefers_sending")
-def test_rows_whose_number_matters_stay(move: Move) -> None:
-    """All rows choose one expert, so that none of the ranks has half of them."""
-    model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
-    _skew(model, 0.0, 0.0, 0.5, 1.0)
-    ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
-
-
-class _Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.expert_counts, self.moved = nn.Linear(16, 16), _Moved(_by_scatter)
-
-    def forward(self, x: Tensor) -> Tensor:
-        moved: Tensor = self.moved(self.expert_counts(x))
-        return moved
-
-
-def test_names_of_a_model_are_its_own() -> None:
-    x = torch.randn(8, 16, dtype=torch.float64)
-    ts.check(_Named().double(), {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("prefers_sending")
-def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
-    """Of the two losses that a layer's part gives, one has a gradient."""
-    config = transformers.MixtralConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
-        vocab_size=64, num_local_experts=4, output_router_logits=True,
-    )  # fmt: skip
-    config._experts_implementation = "grouped_mm"
-    model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
-    call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_kwargs=call)
-    assert plan.costs.memory["activations"] > 0 and "dispatch" in _sends(plan)
-
-
-def test_rows_go_to_experts_that_do_not_divide() -> None:
-    """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
-    x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()
-    for experts, sent in ((5, {"dispatch", "combine"}), (4, {"up", "down"})):
-        model, _ = _model(experts, inner=WIDE)
-        ts.check(model, {}, world_size=3, data="shard", example_inputs=(x,)).raise_on_error()
-        plan = ts.plan(model, {}, world_size=3, data="shard", example_inputs=(x[:4],))
-        assert _sends(plan) == sent
-
-
-@pytest.mark.parametrize(("rows", "sent"), [(8, {"dispatch", "combine"}), (40_000, {"up", "down"})])
-def test_what_costs_less_is_sent(rows: int, sent: set[str]) -> None:
-    model, _ = _model(inner=WIDE)
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(torch.empty(rows, 16, device="meta"),))
-    assert _sends(plan) == sent
-
-
-def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
-    """The worst difference after steps, in which all rows go to one rank's experts, or to those of all."""
-    worst = 0.0
-    for move, skewed in ((_by_scatter, False), (_by_bias, True)):
-        model = _Moved(move, WIDE).double()
-        if skewed:
-            _skew(model, 1.0, 0.5, 0.0, 0.0)
-        sharded = ts.shard(copy.deepcopy(model), {}, mesh=mesh, data=data)
-        part = rank * parts // torch.distributed.get_world_size()
-        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
-        for step, rows in enumerate((12, 12, 24, 12)):
-            torch.manual_seed(step)
-            x = torch.rand(rows * parts // 2, 16, dtype=torch.float64)
-            own = x.chunk(parts)[part].clone().requires_grad_()
-            for m, optimizer, given in zip((model, sharded), optimizers, (x.requires_grad_(), own), strict=True):
-                m(given).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            assert x.grad is not None and own.grad is not None
-            worst = largest(worst, (own.grad - x.grad.chunk(parts)[part]).abs().max().item())
-        whole = sharded.full_state_dict()
-        worst = largest(worst, *((whole[name] - p).abs().max().item() for name, p in model.named_parameters()))
-    return worst
-
-
-@pytest.mark.parametrize(
-    ("mesh", "data", "parts"),
-    [
-        ({"dp": 2}, "shard", 2),
-        pytest.param({"dp": 2, "tp": 2}, "shard", 2, marks=pytest.mark.nightly),
-        pytest.param({"dp": 2, "fsdp": 2}, HYBRID, 4, marks=pytest.mark.nightly),
-        pytest.param({"dp": 4}, "shard", 4, marks=pytest.mark.nightly),
-    ],
-)
-def test_training_with_rows_at_their_experts(mesh: dict[str, int], data: Ways, parts: int) -> None:
-    for worst in run_ranks(_trained, math.prod(mesh.values()), mesh, data, parts, timeout_seconds=300):
-        assert worst < 1e-10

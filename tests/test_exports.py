@@ -17,9 +17,11 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, refused, run_ranks
+from tests.helpers import refused
 from tests.resumed import Small, small
-from tests.test_folders import MODELS, SIZES
+from tests.test_folder_models import MODELS
+from tests.test_folders import SIZES
+from torchshard.testing import gradient_error, largest, run_ranks
 
 CALL = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}
 
@@ -48,6 +50,7 @@ def _exports(rank: int, kind: str, folder: str, built: bool) -> None:
         ts.save_pretrained(sharded, f"{folder}/ours", max_shard_size="40KB")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("built", "world"), [(True, 2), (False, 3)], ids=["built", "loaded"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_folder_is_what_transformers_writes(kind: str, built: bool, world: int, tmp_path: Path) -> None:
@@ -81,6 +84,7 @@ def _exports_plain(rank: int, folder: str) -> None:
     ts.save_pretrained(small("columns"), folder)
 
 
+@pytest.mark.nightly
 def test_a_model_of_nobodys_is_one_file(tmp_path: Path) -> None:
     run_ranks(_exports_plain, 3, str(tmp_path))
     torch.manual_seed(0)
@@ -111,6 +115,7 @@ def _exports_adapter(rank: int, kind: str, folder: str) -> None:
     ts.save_pretrained(ts.shard(_lora(kind), "auto", (), CALL), folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", LORAS)
 def test_an_adapter_is_what_peft_writes(kind: str, tmp_path: Path) -> None:
     with warnings.catch_warnings():
@@ -151,6 +156,7 @@ def _loads_adapter(rank: int, folder: str) -> list[Any]:
     return [all(same), trained == [n for n, p in expected.named_parameters() if p.requires_grad], losses]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["plain", "head"])
 def test_an_adapter_comes_in_trains_and_goes_out(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -234,7 +240,7 @@ def _switches(rank: int, folder: str) -> tuple[float, bool, list[str]]:
     plan = {"base_model.model.up.base_layer": "column", "base_model.model.down.base_layer": "row"}
     sharded: Any = ts.shard(copy.deepcopy(model), plan, (x,))
     pairs = [*zip(_switched(model, x), _switched(sharded, x), strict=True)]
-    error = largest([gradient_error(sharded, model), *((a - b).abs().max() for a, b in pairs)])
+    error = largest(gradient_error(sharded, model), *((a - b).abs().max() for a, b in pairs))
     whole = sharded.full_state_dict()
     error = largest(error, *((whole[name] - tensor).abs().max() for name, tensor in model.state_dict().items()))
     with pytest.raises(AttributeError) as refusal:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import BACKENDS, run_ranks
-from torchshard.distributed import consistency
+from tests.helpers import BACKENDS
 from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
+from torchshard.testing import run_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -243,16 +244,13 @@ def _early() -> bool:
 
 def _many_kinds(ranks: int) -> bool:
     """More kinds of calls than are remembered, and more on one rank than on the others."""
-    consistency.MAX_VERIFIED = 8  # type: ignore[attr-defined]
-    try:
+    with mock.patch("torchshard.distributed.consistency.MAX_VERIFIED", 8):
         for size in range(1, 24):
             if tsd.get_rank() < 2:
                 _around(2, sends_first=True)
                 (tsd.send if tsd.get_rank() else tsd.recv)(ones(size), 1 - tsd.get_rank())
             if not torch.equal(tsd.gather(tsd.scatter(ones(size), 0), 0), ones(size)):
                 return False
-    finally:
-        consistency.MAX_VERIFIED = 4096  # type: ignore[attr-defined]
     return True
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,19 +15,23 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.compiled import compiled, compiled_case
-from tests.models import CASES
+from tests.captured import planned_case
+from tests.helpers import nightly
+from tests.models import MLP
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
+from torchshard.ir.sizes import value_text
+from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.lanes import ICON
-from torchshard.report.drawing.outline import Frame
+from torchshard.report.drawing.outline import Box, Frame, outline
 from torchshard.report.drawing.stations import MOST_STATIONS, busiest_layer, is_join, stations
 from torchshard.report.drawing.tree import Side, Texts
 from torchshard.report.explain import graph_of
 from torchshard.report.memory import memory_of_ranks
 from torchshard.report.times import COMPUTES, SENDS, bounds, layer_timeline, shares
 from torchshard.report.why import MAX_ALTERNATIVES, kinds_of
+from torchshard.testing import capture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -43,7 +49,7 @@ def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "gqa_1_kv_head", "dense_moe", "conv"])
 def test_the_parts_of_a_step_are_the_step(name: str) -> None:
-    plan = compiled_case(name).plan
+    plan = planned_case(name).program.plan
     parts = shares(plan)
     assert sum(part.seconds for part in parts) == pytest.approx(plan.costs.seconds)
     assert sum(part.computes for part in parts) == pytest.approx(sum(plan.costs.compute.values()))
@@ -53,17 +59,18 @@ def test_the_parts_of_a_step_are_the_step(name: str) -> None:
 
 def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> None:
     hidden = 0.0
-    for span in layer_timeline(compiled_case("gpt").plan, "blocks.1"):
+    for span in layer_timeline(planned_case("gpt").program.plan, "blocks.1"):
         assert {event.lane for event in span.events} == {COMPUTES, SENDS}
         lanes = [[(e.start, e.end) for e in span.events if e.lane == lane] for lane in (COMPUTES, SENDS)]
         for own in lanes:
             assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(own))
         work, sent = lanes
         hidden += sum(max(0.0, min(b, d) - max(a, c)) for a, b in work for c, d in sent)
-    of_block = next(part for part in shares(compiled_case("gpt").plan) if part.name == "blocks.*")
+    of_block = next(part for part in shares(planned_case("gpt").program.plan) if part.name == "blocks.*")
     assert hidden == pytest.approx(of_block.hidden / len(of_block.modules)) and hidden > 0
 
 
+@pytest.mark.nightly
 def test_the_parts_of_a_mesh_are_its_step() -> None:
     plan = _mesh_plan(machine="h100x8")
     assert sum(part.seconds for part in shares(plan)) == pytest.approx(sum(plan.step_seconds.values()))
@@ -82,8 +89,8 @@ def test_a_layer_of_a_mesh_waits_for_its_weights_alone(data: Any) -> None:
 
 
 def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
-    live = compiled_case("gpt").plan
-    loaded = Plan.from_json(live.to_json(question=False))
+    live = planned_case("gpt").program.plan
+    loaded = Plan.from_json(live.to_json())
     assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ()
     assert loaded.title == live.title == "GPT, batch 2, length 7"
     names = [bound.name for bound in bounds(loaded)]
@@ -93,9 +100,10 @@ def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
 # --- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@nightly(but=["mlp-3"])
 @pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 3), ("gqa_1_kv_head", 4), ("mlp", 3)])
 def test_each_rank_holds_what_its_graph_has(name: str, world: int) -> None:
-    made = compiled_case(name, world)
+    made = planned_case(name, world).program
     groups = memory_of_ranks(made.plan)
     assert sorted(rank for group in groups for rank in group.ranks) == [*range(world)]
     held = memory_of_ranks(Plan.from_json(made.plan.to_json(question=False)))
@@ -142,9 +150,10 @@ def _of(root: ElementTree.Element, look: str) -> list[ElementTree.Element]:
     return [e for e in root.iter() if look in e.attrib.get("class", "").split()]
 
 
+@nightly("2", "4")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: int, tmp_path: Path) -> None:
-    made = compiled_case("gpt", world)
+    made = planned_case("gpt", world).program
     root = _figure(made, tmp_path)
     assert [e.text for e in _of(root, "l-name")][1:] == [f"rank {rank}" for rank in range(world)]
     inside = [op_name(n) for n in made.graph.graph.nodes if is_within(n, "blocks.0") and is_join(n)]
@@ -155,7 +164,7 @@ def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_slices_of_all_lanes_are_the_weights(world: int, tmp_path: Path) -> None:
-    made = compiled_case("gpt", world)
+    made = planned_case("gpt", world).program
     filled = 0.0
     for path in _of(_figure(made, tmp_path), "l-weight"):
         found = re.search(r"h([\d.]+)v([\d.]+)", path.attrib["d"])
@@ -172,7 +181,7 @@ def test_the_slices_of_all_lanes_are_the_weights(world: int, tmp_path: Path) -> 
 
 def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
     for name in ("gpt", "gqa_1_kv_head", "encoder_decoder", "dense_moe"):
-        shown = stations(compiled_case(name).graph.graph, "")
+        shown = stations(planned_case(name).program.graph.graph, "")
         assert all(source.level < one.level for one in shown for source in one.sources)
         for one in shown:
             others = [other for other in shown if other.level == one.level and other is not one]
@@ -206,7 +215,7 @@ def test_of_a_model_without_layers_the_largest_part_that_a_figure_can_show_is_dr
 
 
 def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
-    plan = compiled_case("gpt").plan
+    plan = planned_case("gpt").program.plan
     assert busiest_layer(plan) == "blocks.1"
     assert _of(_figure(plan, tmp_path, "auto"), "l-name")[0].text == "blocks.1 on 2 ranks"
     ts.draw(plan, tmp_path / "page.html")
@@ -216,6 +225,7 @@ def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
 OF_WEIGHTS = [{"mesh": {"dp": 4}}, {"mesh": {"hosts": 2, "fsdp": 3, "tp": 2}}, {"axes": "sequence"}]
 
 
+@nightly("options1")
 @pytest.mark.parametrize("options", OF_WEIGHTS)
 def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -237,6 +247,7 @@ def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, A
     assert all(id(c) in told for each in plan.axes for c in each.costs.collectives if c.nbytes)
 
 
+@pytest.mark.nightly
 def test_many_small_modules_are_one_row(tmp_path: Path) -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
@@ -255,85 +266,75 @@ def test_many_small_modules_are_one_row(tmp_path: Path) -> None:
     assert "2 and 3</h1>" in text and "Where the time of a step goes" in text
 
 
-def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
-    def plan(styles: list[str]) -> Plan:
-        layers = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in styles)
-        pins = {f"{i}.0": style for i, style in enumerate(styles)}
-        return ts.plan(nn.Sequential(*layers), pins, world_size=2, example_inputs=(torch.randn(4, 16),))
-
-    ts.draw([plan(["column"] * 4), plan(["replicate", "row", "row", "replicate"])], tmp_path / "x.html")
-    rows = re.findall(r'<th scope="row">(\*\.0\.weight[^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<',
-                      (tmp_path / "x.html").read_text())  # fmt: skip
-    outer = ("*.0.weight (0, 3)", "[16@tp,16]", "[16,16]")
-    assert sorted(rows) == [outer, ("*.0.weight (1, 2)", "[16@tp,16]", "[16,16@tp]")]
+# --- texts and boxes --------------------------------------------------------------------------------------------------
 
 
-def test_what_lies_otherwise_over_the_axis_of_the_batch_is_told(tmp_path: Path) -> None:
-    ts.draw([_mesh_plan("replicate"), _mesh_plan("shard")], tmp_path / "x.html")
-    told = (tmp_path / "x.html").read_text().partition('<div class="columns">')[0]
-    assert '>*.1.weight</th><td class="n">[64@tp,16]</td><td class="n">[64@tp@dp,16]</td>' in told
+def test_repeated_layers_are_one_box() -> None:
+    root = outline(planned_case("gpt").graph.graph)
+    (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
+    assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
+    shown = Counter(n for row in root.rows() for n in row.nodes)
+    assert set(shown.values()) == {1}
 
 
-def test_two_plans_fold_the_same_layers_and_have_the_same_boxes(tmp_path: Path) -> None:
-    """The first layer of one has no copy, and of the other all layers and all modules look the same."""
-    blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
-    model, x = nn.Sequential(*blocks), torch.randn(4, 16)
-    split, whole = (
-        ts.plan(model, pins, world_size=2, example_inputs=(x,))
-        for pins in ({"*.0": "column", "*.2": "row"}, {"*": "replicate"})
+def test_layers_that_differ_are_not_folded() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
+    made = capture(model, (torch.randn(2, 4),)).plan({"*.0": "column", "*.2": "row"}, 2)
+    titles = [i.title for i in outline(made.graph.graph).items if isinstance(i, Box)]
+    assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+)
+def test_sizes(count: float, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_values() -> None:
+    assert value_text(torch.empty(2, 3, dtype=torch.bfloat16)) == "bf16[2,3]"
+    assert value_text(torch.tensor(True)) == "b8[]"
+    assert value_text(None) == ""
+
+
+def test_diff_counts_all_axes_of_the_ranks() -> None:
+    """What is sent over the batch's axes is most of it; a memory that nobody asked for is not 0."""
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
+    pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
+    mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
+    split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
+    alone = ts.plan(model, pins[0], world_size=2, example_inputs=(x,))
+    sent = [sum(each.costs.nbytes for each in plan.axes) for plan in (alone, split, whole)]
+    assert sent[0] < sent[1] < sent[2]
+    texts = [size_text(nbytes) for nbytes in sent]
+    assert f"  sent by a rank per step: {texts[1]} -> {texts[2]}" in ts.diff(split, whole).splitlines()
+    lines = ts.diff(alone, split).splitlines()
+    assert f"  sent by a rank per step: {texts[0]} -> {texts[1]}" in lines
+    assert "  ranks: 2 ranks -> 2 × 2 ranks (dp × tp)" in lines
+    assert "  0.weight: [256@tp,64] -> [256@tp@dp,64]" in lines
+    assert any(line.startswith("  memory of a step: not estimated -> ") for line in lines)
+    other = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.zeros(3, 12),))
+    assert "  0.weight: [256@tp,64] -> –" in ts.diff(alone, other).splitlines()
+    for wrong in (lambda: ts.diff("a.json", alone), lambda: ts.diff(alone, model)):  # type: ignore[arg-type]
+        with pytest.raises(ts.InputError, match="is no plan"):
+            wrong()
+
+
+def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> None:
+    made = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.randn(4, 12),), data="replicate")
+    assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1 and " of that in collectives" not in str(
+        made
     )
-    ts.draw({"split": split, "whole": whole}, tmp_path / "two.html")
-    tree = (tmp_path / "two.html").read_text().partition('<div id="tree">')[2].partition("</main>")[0]
-    assert re.findall(r'class="title">([^<]*)<', tree) == ["0", "2", "2 × *", "0", "2"]
-    assert tree.count("linear</b>") == 2 * 4 and "<div></div><div" not in tree
-    ts.draw(whole, tmp_path / "one.html")
-    assert re.findall(r'class="title">([^<]*)<', (tmp_path / "one.html").read_text()) == ["3 × *"]
+    costs = dataclasses.replace(made.costs, gap=1.0)
+    text = " ".join(str(dataclasses.replace(made, costs=costs)).split())
+    assert f"another plan may be better, by {time_text(1.0)} at most" in text and "budget" not in text
 
 
-def test_what_a_figure_cant_be(tmp_path: Path) -> None:
-    plan = compiled_case("gpt").plan
-    for name, layer, text in (
-        ("x.html", "blocks.0", "can't be written as '.html'"),
-        ("x.svg", "blocks.7", "(?s)there is no figure of 'blocks.7'.*try: +a layer's path, as 'blocks.1'"),
-    ):
-        with pytest.raises(ts.InputError, match=text):
-            ts.draw(plan, tmp_path / name, layer=layer)
-    for model, layer in (([plan, plan], "blocks.0"), (plan, 0)):
-        with pytest.raises(ts.InputError, match="a figure shows a module, by its path"):
-            ts.draw(model, tmp_path / "x.svg", layer=layer)
-    with pytest.raises(ts.InputError, match="there is nothing to draw"):
-        ts.draw({}, tmp_path / "x.html")
-    assert not list(tmp_path.iterdir())
-
-
-def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
-    case = CASES["gpt"]
-    torch.manual_seed(0)
-    whole = compiled(
-        case.build(),
-        {key: "replicate" if ".mlp." in key else word for key, word in case.plan.items()},
-        2,
-        case.inputs(),
-        case.kwargs,
-    )
-    ts.draw({"as it is": compiled_case("gpt"), "mlp whole": whole}, tmp_path / "x.html")
-    text = (tmp_path / "x.html").read_text()
-    assert "as it is and mlp whole</h1>" in text
-    rows = re.findall(
-        r'<tr class="differs"><th scope="row">([^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<', text
-    )
-    assert ("blocks.*.mlp.0.weight", "[48@tp,24]", "[48,24]") in rows and any(name == "per step" for name, *_ in rows)
-    assert 'class="line differs"' in text and "blocks.*.attn.q.weight" not in dict((name, a) for name, a, _ in rows)
-
-
-@pytest.mark.nightly
-def test_pages_of_large_models_are_small(tmp_path: Path) -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    sizes = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16, "d_kv": 64}
-    with torch.device("meta"):
-        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
-    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
-    plan = ts.plan(model.bfloat16(), world_size=4, machine="h100x8", example_kwargs={"input_ids": ids, "labels": ids})
-    ts.draw(plan, tmp_path / "t5.html")
-    assert (tmp_path / "t5.html").stat().st_size < 150_000
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2.58, "2.58 s"), (1234.5, "1,234 s"), (0.9996, "1.00 s"), (0.0258, "25.8 ms"), (3.1e-4, "310 us"),
+     (4e-9, "4.00 ns"), (1e-10, "<1 ns"), (-4.2e-6, "-4.20 us")],
+)  # fmt: skip
+def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+    assert time_text(seconds, "+").lstrip("+") == text

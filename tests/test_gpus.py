@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import refused, run_ranks
+from tests.helpers import refused
 from tests.models import MLP
 from torchshard.capture import flatten_call
 from torchshard.capture.facts import ModelFacts
@@ -35,6 +36,7 @@ from torchshard.ir.graph import fake_mode
 from torchshard.passes import annotate, localized
 from torchshard.plans.machine import objective
 from torchshard.runtime import compilation
+from torchshard.testing import run_ranks
 
 # --- the backend that tensors travel by -------------------------------------------------------------------------------
 
@@ -42,13 +44,13 @@ from torchshard.runtime import compilation
 def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(process_groups, "_own_gpu", lambda backend: torch.device("cuda", 1))
+    monkeypatch.setattr(process_groups, "own_gpu", lambda backend: torch.device("cuda", 1))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: asked.append(given | {"backend": backend}))
-    monkeypatch.setattr(process_groups, "_stores", {})
+    monkeypatch.setattr(process_groups, "stores", {})
     monkeypatch.setenv("TORCH_NCCL_PROPAGATE_ERROR", "")
     monkeypatch.delenv("TORCH_NCCL_PROPAGATE_ERROR")
-    process_groups._begin(None, process_groups.Timeouts(), process_groups._World(True))
+    process_groups.begin_world(None, process_groups.Timeouts(), process_groups.World(True))
     assert asked[0]["backend"] == "cpu:gloo,cuda:nccl" and asked[0]["device_id"] == torch.device("cuda", 1)
     assert os.environ["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
 
@@ -61,7 +63,7 @@ def test_only_tensors_that_travel_by_gloo_abort(
     config: str, devices: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    group = Group(0, 2, gloo_devices=process_groups._gloo_devices(None))
+    group = Group(0, 2, gloo_devices=process_groups.gloo_devices(None))
     assert {kind for kind in ("cpu", "cuda") if group.aborts_on_mismatch(torch.device(kind))} == devices
 
 
@@ -118,7 +120,7 @@ def _compared_at_the_end(rank: int) -> dict[str, Any]:
         return all_reduce(tensor, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "settle", lambda: events.append("settle") or settle() if wire._open.comparison else None)
+        patch.setattr(wire, "settle", lambda: events.append("settle") or settle() if wire.has_comparison() else None)
         patch.setattr(dist, "all_reduce", noting)
         got = sharded(x)
     told = refused(lambda: sharded(x + rank), "the same shape but different values", ts.InputError)
@@ -193,6 +195,7 @@ def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
     return annotate(captured.graph, made)
 
 
+@pytest.mark.nightly
 def test_split_attention_does_not_draw_what_a_fused_kernel_would() -> None:
     with pytest.raises(ts.PlanError, match="split attention can't draw the dropout of a GPU's fused kernel"):
         _annotated_on("cuda", 0.1, COLUMNS)
@@ -320,3 +323,34 @@ def test_a_number_may_be_on_the_cpu() -> None:
         check_devices(model, flatten_call(model, (x, number), {}))
         with pytest.raises(ts.InputError, match="is on cpu, the model on cuda:0"):
             check_devices(model, flatten_call(model, (x.cpu(), number), {}))
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_with_nccl_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for local, backend, device in (("1", "nccl", 1), ("0", "cpu:gloo,cuda:nccl", 0), ("3", "gloo", 1)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        own = process_groups.own_gpu(backend)
+        assert chosen.pop() == torch.device("cuda", device)
+        assert own == (None if backend == "gloo" else torch.device("cuda", device))
+    with pytest.raises(ts.DistributedError, match="this machine has 2 GPUs"):
+        process_groups.own_gpu("nccl")
+    assert not chosen
+
+
+def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:
+    """As after an elastic restart: the store has what ranks left that were there before, of some of them nothing."""
+    store = dist.HashStore()
+    store.set("torchshard/there/1", "one that is gone")
+    names = []
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as threads:
+            of_ranks = set(threads.map(lambda rank: process_groups.common_name(store, rank, 3, 10.0), range(3)))
+        names += of_ranks
+    assert len(names) == len(set(names)) == 3
+    with pytest.raises(RuntimeError, match=r"no word from ranks \[1\]"):
+        process_groups.common_name(store, 0, 2, 0.05)

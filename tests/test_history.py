@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import BACKENDS, run_ranks
+from tests.helpers import BACKENDS, nightly
 from tests.models import MLP
-from torchshard.runtime import digests
+from torchshard.testing import run_ranks
 
 PLAN = {"up": "column", "down": "row"}
 X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
@@ -167,7 +167,7 @@ def _saves(odd: bool) -> None:
 
 def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     if elsewhere:  # as if all tensors were on a device that one has to wait for
-        digests.is_here = lambda tensor: False  # type: ignore[assignment]
+        pytest.MonkeyPatch().setattr("torchshard.runtime.digests.is_here", lambda tensor: False)
     found = {}
     for name, (fault, _) in FAULTS.items():
         dist.barrier()
@@ -184,6 +184,7 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     return found
 
 
+@nightly("4-*")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
@@ -199,7 +200,7 @@ def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None
 
 def _on_another_device(rank: int) -> list[str]:
     """Digests that are read a call later, as on a GPU."""
-    digests.is_here = lambda tensor: False  # type: ignore[assignment]
+    pytest.MonkeyPatch().setattr("torchshard.runtime.digests.is_here", lambda tensor: False)
     ts.distributed.init_process_group()
     found = []
     for change in (lambda x: x.flip(0), lambda x: x + 1e-3):
@@ -221,6 +222,7 @@ def _text(fn: Callable[[], Any]) -> str:
     return "silent"
 
 
+@pytest.mark.nightly
 def test_differences_on_a_device_are_reported_one_call_later() -> None:
     first, second = run_ranks(_on_another_device, 2)
     assert first == second

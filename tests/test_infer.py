@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import torchshard as ts
-from tests.helpers import largest, refused, refused_input, run_ranks
-from torchshard.cli.main import main
-from torchshard.core.layouts import split
-from torchshard.distributed.ops import OPS
+from tests.helpers import command, nightly, refused, refused_input
+from torchshard.testing import collective, largest, run_ranks, split
 
 LAYERS, HEADS, HEAD, VOCAB = 3, 4, 8, 64
 
@@ -33,6 +31,7 @@ def _step(model: nn.Module, batch: int, length: int, **options: Any) -> ts.Plan:
     return ts.plan(model, world_size=2, mode="infer", batch=batch, length=length, **options)
 
 
+@pytest.mark.nightly
 def test_a_decode_step_has_no_backward_and_sends_nothing_for_its_cache() -> None:
     plan = _step(_llama(), 2, 20)
     assert plan.costs.calls[1] == 0
@@ -41,6 +40,7 @@ def test_a_decode_step_has_no_backward_and_sends_nothing_for_its_cache() -> None
     assert not any("cache" in c.value for c in plan.costs.collectives)
 
 
+@pytest.mark.nightly
 def test_a_plan_with_split_inputs_is_read_as_it_was_written() -> None:
     plan = _step(_llama(), 2, 20)
     memory = 1.1 * _step(_llama(), 2, 20, plan=plan, memory="1GiB").costs.memory["peak"]
@@ -59,6 +59,7 @@ def test_weights_are_held_once_and_caches_by_batch_and_length() -> None:
     assert memory["caches"] == 2 * LAYERS * batch * HEADS // 2 * length * HEAD * 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("batch", [1, 8])
 def test_the_longest_context_is_the_longest_that_can_be_planned(batch: int) -> None:
     model = _llama()
@@ -75,6 +76,7 @@ def test_the_longest_context_is_the_longest_that_can_be_planned(batch: int) -> N
     )
 
 
+@pytest.mark.nightly
 def test_states_that_do_not_grow_limit_no_context() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=VOCAB, state_size=4)
     model = transformers.MambaForCausalLM(config).eval()
@@ -82,6 +84,7 @@ def test_states_that_do_not_grow_limit_no_context() -> None:
     assert costs.context is None and costs.memory["caches"] > 0
 
 
+@pytest.mark.nightly
 def test_a_prompt_is_planned_without_a_cache() -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
     plan = ts.plan(_llama(), world_size=2, mode="infer", example_kwargs={"input_ids": ids, "use_cache": False})
@@ -105,19 +108,22 @@ def _served(rank: int, plan: str) -> tuple[int, int, float]:
             whole, made = (m(input_ids=tokens, cache=c).logits for m, c in zip((model, sharded), caches, strict=True))
             assert (whole - made).abs().max() < 1e-12
     planned = sum(sharded.plan.costs.calls)
-    run = sum(OPS[n.target].kernel not in ("none", "slice", "pad") for n in sharded.local_graph.graph.nodes
-              if n.target in OPS)  # fmt: skip
+    rows = [row for n in sharded.local_graph.graph.nodes if (row := collective(n)) is not None]
+    run = sum(row.kernel not in ("none", "slice", "pad") for row in rows)
     for m in (model, sharded):
         m(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters()}
     error = largest(
-        float((split(grads[name], sharded.layouts[name], rank, 2) - p.grad).abs().max())
-        for name, p in sharded.named_parameters()
+        *(
+            float((split(grads[name], sharded.layouts[name], rank, 2) - p.grad).abs().max())
+            for name, p in sharded.named_parameters()
+        )
     )
     assert ts.Plan.from_json(sharded.plan.to_json()) == sharded.plan
     return planned, run, error
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("made", ["auto", "decode step"])
 def test_a_model_for_inference_decodes_and_trains_exactly(made: str) -> None:
     plan = "auto" if made == "auto" else _step(_llama(), 2, 20).to_json()
@@ -125,6 +131,7 @@ def test_a_model_for_inference_decodes_and_trains_exactly(made: str) -> None:
         assert planned == run >= 2 * LAYERS and error < 1e-12
 
 
+@pytest.mark.nightly
 def test_a_plan_for_inference_trains_exactly() -> None:
     ids = torch.arange(12).reshape(2, 6)
     model = _llama().double()
@@ -147,14 +154,16 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     assert refused_input(lambda: _step(model, 2, 4, recompute="*"), "nothing is computed again")
 
 
+@pytest.mark.nightly
 def test_too_little_memory_says_what_a_call_takes() -> None:
     with pytest.raises(ts.PlanError, match="caches"):
         _step(_llama(), 8, 500, memory="100KiB")
 
 
+@pytest.mark.nightly
 def test_the_command_line_plans_a_decode_step(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _llama().config.save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--mode", "infer", "--batch", "8", "--length", "64", "--memory", "1MiB"]) == 0
+    assert command("plan", str(tmp_path), "--mode", "infer", "--batch", "8", "--length", "64", "--memory", "1MiB") == 0
     shown = capsys.readouterr().out
     assert "the longest context that fits has" in shown and "0 backward" in shown
 
@@ -177,6 +186,7 @@ class Head(nn.Module):
         return logits.argmax(-1)
 
 
+@nightly("2-0.7", "3-*")
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_send_two_numbers_for_a_token_and_not_the_logits(temperature: float, world: int) -> None:

@@ -13,11 +13,19 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks, whole_gradient
+from tests.helpers import nightly, refused, refused_input
 from tests.test_batches import Casts, _batch, _llama, _model, _own
-from torchshard.distributed.ops import OPS, wait
-from torchshard.ir.graph import placeholders
-from torchshard.passes import localized, step_graphs
+from torchshard.testing import (
+    awaited,
+    begun,
+    full_gradient,
+    gradient_error,
+    largest,
+    on_ranks,
+    rank_graph,
+    run_ranks,
+    step_graphs,
+)
 
 Mesh = dict[str, int] | None
 LENGTHS = (12, 7, 12)
@@ -83,7 +91,7 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
                     loss = loss_of(sharded, _own(batch, part))
                 loss.backward()
             for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-                found = whole_gradient(own)
+                found = full_gradient(own)
                 assert (p.grad is None) == (found is None)
                 if found is not None:
                     error = (found - p.grad).abs().max() / p.grad.abs().max().clamp(min=1)
@@ -91,6 +99,7 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
     return worst
 
 
+@nightly("2-names1-options1")
 @pytest.mark.parametrize(
     ("world", "names", "options"),
     [
@@ -108,16 +117,17 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
     ],
 )  # fmt: skip
 def test_accumulated_gradients_are_those_of_all_calls(world: int, names: list[str], options: dict[str, Any]) -> None:
-    for worst in run_ranks(_accumulated, world, names, options, timeout_seconds=300):
+    for worst in run_ranks(_accumulated, world, names, options, seconds=300):
         assert max(worst.values()) < 1e-10, worst
 
 
+@nightly("replicate")
 @pytest.mark.parametrize("data", ["replicate", "shard"])
 def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
     plan = ts.plan(_model(), {}, world_size=2, data=data, example_inputs=_own(_batch(2), 0))
     assert plan.graph is not None
-    local = localized(plan.graph, plan.last.axis.simulated()[0])
-    names = {node.name for node in placeholders(local.graph)}
+    local = rank_graph(plan)
+    names = {node.name for node in local.graph.find_nodes(op="placeholder")}
     assert len(_summed(local) & names) > 14
     assert not _summed(local, local.meta["group"]) & names
 
@@ -125,8 +135,8 @@ def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
 def _summed(local: Any, *unsummed: str) -> set[str]:
     """Of which values the backward sums gradients."""
     nodes = step_graphs(local, unsummed=unsummed).backward.graph.nodes
-    ends = [node for node in nodes if node.target is wait]
-    sums = [n for n in ends if OPS[n.args[0].target.op].kernel in ("all_reduce", "reduce_scatter")]
+    ends = [(node, begun(begin).kernel) for node in nodes if (begin := awaited(node)) is not None]
+    sums = [node for node, kernel in ends if kernel in ("all_reduce", "reduce_scatter")]
     return {name for node in sums for name in node.meta.get("gradient_of", ())}
 
 
@@ -145,7 +155,7 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
         model.zero_grad()
         (times * model(*batch)[0]).backward()
         pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-        same = all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-10, atol=1e-12) for p, q in pairs)
+        same = all(torch.allclose(p.grad, full_gradient(q), rtol=1e-10, atol=1e-12) for p, q in pairs)
         sharded.zero_grad()
         return same
 
@@ -219,6 +229,7 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("data", ["replicate", pytest.param("shard", marks=pytest.mark.nightly)])
 def test_other_orders(data: str) -> None:
     for found in run_ranks(_habits, 2, data):
@@ -236,7 +247,8 @@ class Branches(nn.Module):
         return ((self.a if first else self.b)(x)).square().mean()
 
 
-def _other_parameters(rank: int) -> bool:
+@on_ranks(2)
+def test_a_later_call_may_reach_other_parameters(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Branches().double(), torch.randn(8, 6).double()
     sharded = ts.shard(copy.deepcopy(model), {}, data="shard")
@@ -246,14 +258,11 @@ def _other_parameters(rank: int) -> bool:
     for first in (True, False):
         model(x, first).backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
+    assert all(torch.allclose(p.grad, full_gradient(q), rtol=1e-12, atol=1e-14) for p, q in pairs)
 
 
-def test_a_later_call_may_reach_other_parameters() -> None:
-    assert all(run_ranks(_other_parameters, 2))
-
-
-def _autocast(rank: int) -> bool:
+@on_ranks(2)
+def test_under_autocast(rank: int) -> None:
     """Parts in float32 of what autocast has cast are summed in float32."""
     torch.manual_seed(0)
     model, x = Casts(), torch.randn(2, 6, 8)
@@ -266,11 +275,7 @@ def _autocast(rank: int) -> bool:
         for loss in losses:
             loss.backward()
     pairs = zip(model.parameters(), sharded.parameters(), strict=True)
-    return found and all(torch.allclose(p.grad, whole_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
-
-
-def test_under_autocast() -> None:
-    assert all(run_ranks(_autocast, 2))
+    assert found and all(torch.allclose(p.grad, full_gradient(q), rtol=1e-6, atol=1e-6) for p, q in pairs)
 
 
 def test_without_data_it_does_nothing() -> None:

@@ -15,10 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from torchshard.core.errors import DistributedError, PlanError
-from torchshard.distributed import all_reduce, launch, process_groups
-from torchshard.distributed.group import get_rank
-from torchshard.distributed.process_groups import destroy_process_group, init_process_group
+import torchshard as ts
+from torchshard.distributed import all_reduce, destroy_process_group, get_rank, init_process_group, launch
 
 WAIT_SECONDS = 60.0
 
@@ -42,7 +40,7 @@ def _fail_on_rank_1(folder: str) -> None:
     if os.environ["RANK"] == "1":
         while not (Path(folder) / "0").exists():
             time.sleep(0.01)
-        raise PlanError("rank 1 has had enough", why="it says so")
+        raise ts.PlanError("rank 1 has had enough", why="it says so")
     time.sleep(WAIT_SECONDS)
 
 
@@ -112,7 +110,7 @@ def test_groups_can_be_made_again() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_leaves_without_a_result() -> None:
-    with pytest.raises(DistributedError, match="rank 1 ended without a result"):
+    with pytest.raises(ts.DistributedError, match="rank 1 ended without a result"):
         launch(_leave_quietly, 2)
     with pytest.raises(ValueError, match="the cause"):
         launch(_fail_then_abort, 2)
@@ -125,6 +123,7 @@ ts.distributed.init_process_group()
 """
 
 
+@pytest.mark.nightly
 def test_a_program_that_ends_without_ending_its_groups() -> None:
     """Gloo's threads abort, now and then, a process that ends with groups that are still there: these are not."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -146,9 +145,10 @@ def test_ranks_find_each_other() -> None:
     assert launch(_summed, 3) == [6.0, 6.0, 6.0]
 
 
+@pytest.mark.nightly
 def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(PlanError, match="rank 1 has had enough") as caught:
+    with pytest.raises(ts.PlanError, match="rank 1 has had enough") as caught:
         launch(_fail_on_rank_1, 2, (str(tmp_path),))
     assert time.monotonic() - began < WAIT_SECONDS
     (note,) = caught.value.__notes__
@@ -166,7 +166,7 @@ def test_the_cause_is_raised_not_its_consequence() -> None:
 
 @pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_without_a_word() -> None:
-    with pytest.raises(DistributedError, match=r"rank 1 ended without a result\n.*\n.*exit code 3"):
+    with pytest.raises(ts.DistributedError, match=r"rank 1 ended without a result\n.*\n.*exit code 3"):
         launch(_die, 2)
 
 
@@ -175,7 +175,7 @@ def test_an_exception_that_can_not_be_pickled_keeps_its_class_and_text() -> None
     with pytest.raises(_Stubborn, match="it can't be pickled") as caught:
         launch(_fail_unpicklably, 1)
     assert caught.value.__notes__[0].startswith("on rank 0:")
-    with pytest.raises(DistributedError, match="what rank 0 returned can't be pickled"):
+    with pytest.raises(ts.DistributedError, match="what rank 0 returned can't be pickled"):
         launch(_no_result, 1)
 
 
@@ -187,24 +187,10 @@ def test_arguments_may_be_what_only_a_start_can_pass_on() -> None:
     queue = mp.get_context("spawn").Queue()
     launch(_put, 1, (queue,))
     assert queue.get() == 3
-    with pytest.raises(DistributedError, match="can't be sent to other processes"):
+    with pytest.raises(ts.DistributedError, match="can't be sent to other processes"):
         launch(_put, 2, ((i for i in ()),))
 
 
 def test_no_ranks() -> None:
-    with pytest.raises(DistributedError, match="0 ranks can't be started"):
+    with pytest.raises(ts.DistributedError, match="0 ranks can't be started"):
         launch(_summed, 0)
-
-
-def test_two_processes_with_nccl_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    for local, backend, device in (("1", "nccl", 1), ("0", "cpu:gloo,cuda:nccl", 0), ("3", "gloo", 1)):
-        monkeypatch.setenv("LOCAL_RANK", local)
-        own = process_groups._own_gpu(backend)
-        assert chosen.pop() == torch.device("cuda", device)
-        assert own == (None if backend == "gloo" else torch.device("cuda", device))
-    with pytest.raises(DistributedError, match="this machine has 2 GPUs"):
-        process_groups._own_gpu("nccl")
-    assert not chosen

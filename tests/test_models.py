@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.captured import captured_case
+from tests.captured import captured_case, checked
+from tests.helpers import nightly
 from tests.models import CASES
-from torchshard.core.layouts import Shard
+from torchshard.testing import Shard
 
 QUICK = ["mlp_uneven", "attention_7_heads", "gqa_1_kv_head", "fused_by_split", "gpt", "conv", "writes"]
 """The models that `make quick` runs, on three ranks."""
@@ -22,9 +23,38 @@ def _on_ranks(name: str, world_size: int) -> Any:
     return pytest.param(name, world_size, marks=[pytest.mark.quick] if is_quick else [])
 
 
+@nightly(
+    but=[
+        "*heads-3",
+        "attention-1",
+        "attention-2",
+        "attention-4",
+        "attention_7_*",
+        "attention_dropout-2",
+        "conv_columns-3",
+        "dense_moe-2",
+        "dense_moe-3",
+        "fused_by_split-2",
+        "fused_by_split-3",
+        "fused_by_split-4",
+        "fused_by_split_7_heads-4",
+        "fused_by_view-*",
+        "fused_by_view_5_heads-2",
+        "fused_by_view_5_heads-4",
+        "fused_per_*",
+        "gpt-2",
+        "gqa_1_kv_head-2",
+        "gqa_1_kv_head-4",
+        "gqa_2_kv_heads-1",
+        "gqa_2_kv_heads-2",
+        "mlp-*",
+        "mlp_*",
+        "writes-3",
+    ]
+)
 @pytest.mark.parametrize("name, world_size", [_on_ranks(name, world) for name in CASES for world in (1, 2, 3, 4)])
 def test_parity(name: str, world_size: int) -> None:
-    report = captured_case(name).check(CASES[name].plan, world_size)
+    report = checked(captured_case(name), CASES[name].plan, world_size)
     assert report.ok, str(report)
     compared = {
         kind: {c.name for c in report.comparisons if c.kind == kind} for kind in ("output", "parameter gradient")
@@ -33,10 +63,22 @@ def test_parity(name: str, world_size: int) -> None:
     assert compared["output"] and compared["parameter gradient"] == trained
 
 
+@nightly(
+    but=[
+        "*7_heads",
+        "conv_columns",
+        "dense_moe",
+        "fused_by_view",
+        "fused_by_view_5_heads",
+        "fused_per_head",
+        "mlp_uneven",
+        "recurrent",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_auto_is_exact(name: str) -> None:
     """Outputs and every gradient, without a word of annotation; on 3 ranks, which no size here divides by."""
-    report = captured_case(name).check("auto", 3)
+    report = checked(captured_case(name), "auto", 3)
     assert report.ok, str(report)
 
 
@@ -47,12 +89,13 @@ def test_ts_check_captures_by_itself() -> None:
     model, inputs = case.build(), case.inputs()
     torch.manual_seed(0)
     report = ts.check(model, case.plan, world_size=3, example_inputs=inputs)
-    same = captured_case("fused_by_view").check(case.plan, 3)
+    same = checked(captured_case("fused_by_view"), case.plan, 3)
     assert report.ok and report.comparisons == same.comparisons
 
 
+@pytest.mark.nightly
 def test_more_ranks_than_there_is_to_split() -> None:
-    report = captured_case("gpt").check(CASES["gpt"].plan, 64)
+    report = checked(captured_case("gpt"), CASES["gpt"].plan, 64)
     assert report.ok, str(report)
 
 

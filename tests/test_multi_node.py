@@ -5,22 +5,18 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import largest, run_ranks
 from tests.test_examples import EXAMPLES, check_gpt
-from torchshard.core.layouts import split
-from torchshard.distributed.process_groups import _common_name
+from torchshard.testing import largest, on_ranks, split
 
 NAMESPACES = [
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"),
@@ -58,6 +54,7 @@ def _missing() -> str:
     return "" if made.returncode == 0 else f"this process may not make them: {made.stderr.strip()}"
 
 
+@pytest.mark.nightly
 def test_two_hosts() -> None:
     reason = _missing()
     if reason:
@@ -69,7 +66,8 @@ def test_two_hosts() -> None:
     check_gpt(done.stdout)
 
 
-def _data_parallel_across(rank: int) -> float:
+@on_ranks(4)
+def test_data_parallel_across_model_parallel_groups(rank: int) -> None:
     """The largest error of a gradient: two groups of two, each with half of the batch."""
     tsd.init_process_group(group_size=2)
     torch.manual_seed(0)
@@ -88,22 +86,4 @@ def _data_parallel_across(rank: int) -> float:
         assert parameter.grad is not None and grads[name] is not None
         errors.append((parameter.grad - split(grads[name], model.layouts[name], tsd.get_rank(), 2)).abs().max().item())
     assert tsd.get_rank() == rank % 2 and len(errors) == len(grads)
-    return largest(errors)
-
-
-def test_data_parallel_across_model_parallel_groups() -> None:
-    assert largest(run_ranks(_data_parallel_across, 4)) < 1e-10
-
-
-def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:
-    """As after an elastic restart: the store has what ranks left that were there before, of some of them nothing."""
-    store = dist.HashStore()
-    store.set("torchshard/there/1", "one that is gone")
-    names = []
-    for _ in range(3):
-        with ThreadPoolExecutor(3) as threads:
-            of_ranks = set(threads.map(lambda rank: _common_name(store, rank, 3, 10.0), range(3)))
-        names += of_ranks
-    assert len(names) == len(set(names)) == 3
-    with pytest.raises(RuntimeError, match=r"no word from ranks \[1\]"):
-        _common_name(store, 0, 2, 0.05)
+    assert largest(*errors) < 1e-10

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.compiled import compiled, planned_as
+from tests.helpers import nightly
 from tests.models import CASES
 from torchshard import passes
 from torchshard.capture import flatten_call
@@ -25,7 +24,6 @@ from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
-from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
@@ -34,9 +32,9 @@ from torchshard.distributed import kernels
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, fake_mode, faking, results_of
 from torchshard.passes import Partition, step_graphs, verify
-from torchshard.plans.machine import Machine, Objective
+from torchshard.plans.machine import Machine
 from torchshard.runtime import step
-from torchshard.weights.materialize import local_state
+from torchshard.testing import capture
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["attention", "gqa_1_kv_head", "fused_by_split", "gpt", "encoder_decoder", "dense_moe"]
@@ -54,7 +52,7 @@ def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) ->
     inputs = tuple(
         x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
     )
-    return model, compiled(model, case.plan, world_size, inputs, aim=Objective(SPLITTING)), inputs
+    return model, capture(model, inputs).plan(case.plan, world_size, machine=SPLITTING).program, inputs
 
 
 def _collectives(graph: fx.GraphModule) -> list[fx.Node]:
@@ -80,6 +78,7 @@ def _caught(model: Any, made: Program, graph: fx.GraphModule, inputs: tuple[Any,
     return "both" if verified and not report.ok else "check" if not report.ok else ""
 
 
+@nightly(but=["attention-torch.float64", "gqa_1_kv_head-torch.float64"])
 @pytest.mark.parametrize(
     "name, dtype",
     [
@@ -163,9 +162,9 @@ def _returning(run: Any) -> Any:
 def _wrong_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each relu becomes a sigmoid in the last pass."""
     module = importlib.import_module("torchshard.passes.direct")
-    found, relu = module._function, torch.ops.aten.relu.default
-    monkeypatch.setattr(module, "_chosen", {})
-    monkeypatch.setattr(module, "_function", lambda node: torch.sigmoid if node.target is relu else found(node))
+    found, relu = module.function_of, torch.ops.aten.relu.default
+    monkeypatch.setattr(module, "chosen", {})
+    monkeypatch.setattr(module, "function_of", lambda node: torch.sigmoid if node.target is relu else found(node))
 
 
 def _sum_of_one(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
@@ -175,7 +174,7 @@ def _sum_of_one(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
 FAULTS: dict[str, Any] = {
     "bucket": lambda m: m.setattr(passes, "bucket", _in_place(passes.bucket)),
     "direct": _wrong_function,
-    "kernels": lambda m: [m.setitem(kernels._KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
+    "kernels": lambda m: [m.setitem(kernels.KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
     "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
     "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
     "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
@@ -232,14 +231,14 @@ def test_sums_that_come_later_are_the_gradients_or_the_check_sees_it(
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(4, 6)
     module, call = importlib.import_module("torchshard.passes.unsummed"), {"world_size": 2, "data": "replicate"}
-    found, summed = module._parts, list[object]()
+    found, summed = module.parts_of, list[object]()
 
     def parts(*given: Any) -> Any:
         made = found(*given)
         summed.extend(calls for _, calls in made if calls)
         return LATER[fault](made)
 
-    monkeypatch.setattr(module, "_parts", parts)
+    monkeypatch.setattr(module, "parts_of", parts)
     monkeypatch.setattr(step, "step_graphs", _with_sums)
     report = ts.check(model, {}, example_inputs=(x,), **call)
     assert summed and report.ok is not bool(fault) and report.diverges_at == (BY_GRAPHS if fault else "")
@@ -265,7 +264,7 @@ def test_a_gradient_that_is_zero_on_paper_may_be_the_rounding_of_its_large_terms
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
     model, x = nn.Sequential(*blocks, nn.BatchNorm1d(64)).to(dtype), torch.randn(4, 64).to(dtype)
-    made = compiled(model, {}, 2, (x,))
+    made = capture(model, (x,)).plan({}, 2).program
     trial = Trial(model, made.captured, flatten_call(model, (x,), {}), rng_states(()))
     expected, zero, eps = trial.unsharded(), "3.2.bias", torch.finfo(dtype).eps
     largest = max(float(grad.abs().max()) for grad in expected.parameter_grads.values())
@@ -292,24 +291,6 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
     assert found == {"small": False, "large": True}
 
 
-class _OwnDtype(nn.Module):
-    """Makes a tensor of the default dtype, and adds to it what has the input's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.zeros(4, 8).index_add(0, torch.tensor([0, 1, 3, 3]), self.up(x))
-
-
-def test_a_model_that_does_not_run_in_the_dtype_of_the_comparison() -> None:
-    x = (torch.randn(4, 8),)
-    with pytest.raises(ts.InputError, match=r"index_add_(?s:.*)dtype=x\.dtype"):
-        ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x)
-    assert ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x, dtype=None).ok
-
-
 class _Chooses(nn.Module):
     """Takes the largest of its values by comparing with it, which rounding must not undo."""
 
@@ -322,6 +303,7 @@ class _Chooses(nn.Module):
         return self.down(h * (h == h.amax(-1, keepdim=True)))
 
 
+@nightly("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
     """The gradient of a key bias is noise alone, that of a value bias is not; a choice stays a choice."""
@@ -335,167 +317,9 @@ def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     assert relative["k.bias"] > 0.1 and 0 < relative["v.bias"] < 64 * eps
     model, x = _Chooses().to(dtype), torch.randn(3, 6).to(dtype)
-    made = compiled(model, {}, 2, (x,))
+    made = capture(model, (x,)).plan({}, 2).program
     trial = Trial(model, made.captured, flatten_call(model, (x,), {}), rng_states(()))
     assert all(n < 64 * eps for n in trial.noise(("",)).values())
-
-
-class _Narrow(nn.Module):
-    """Computes its largest part in bfloat16, whatever its inputs are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.out = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x).bfloat16()
-        mask = torch.full((3, 8), torch.finfo(torch.bfloat16).min / 2, dtype=torch.bfloat16).triu(7)
-        return self.out(x + 1e-3 * self.down((h + mask).relu().to(x.dtype)))
-
-
-def test_a_fault_smaller_than_rounding_is_seen() -> None:
-    torch.manual_seed(0)
-    model, x = _Narrow().double(), torch.randn(3, 6).double().requires_grad_()
-    made = compiled(model, {"up": "column", "down": "row"}, 2, (x,))
-    report = check_program(model, made, made.graph, (x,), {})
-    assert report.ok and report.tolerance == TOLERANCES[torch.bfloat16]
-    assert report.widened is not None and report.widened.tolerance == TOLERANCES[torch.float64]
-    assert "with wider dtypes, tolerance 1e-10" in str(report)
-    for node in _collectives(made.graph):
-        graph = duplicate(made.graph)
-        gone = _named(graph, node.name)
-        gone.replace_all_uses_with(gone.args[0])  # type: ignore[arg-type]
-        graph.graph.erase_node(gone)
-        with pytest.raises(ts.ShardError, match="is off by" if OPS[node.target].name in ("copy", "reduce") else ""):
-            check_program(model, made, graph, (x,), {}).raise_on_error()
-
-
-class _OnTheEdge(nn.Module):
-    """Gates that stand at zero: rounding alone opens and closes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.register_buffer("level", torch.zeros(3, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.down(self.up(x))
-        return h + (h - self.level).relu()
-
-
-def _on_the_edge(x: Tensor) -> _OnTheEdge:
-    torch.manual_seed(0)
-    model = _OnTheEdge().to(x.dtype)
-    model.level = model(x).detach()
-    return model
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
-    x = torch.rand(3, 6).to(dtype)
-    model, plan = _on_the_edge(x), {"up": "column", "down": "row"}
-    report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
-    assert report.ok and report.flips and "rounding alone moves" in str(report)
-    x = x.requires_grad_()
-    made = compiled(model, plan, 4, (x,))
-    for node in _collectives(made.graph):
-        graph = duplicate(made.graph)
-        gone = _named(graph, node.name)
-        gone.replace_all_uses_with(gone.all_input_nodes[0])
-        graph.recompile()
-        assert not check_program(model, made, graph, (x,), {}).ok, node
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_a_capture_fault_is_not_taken_for_a_flip(dtype: torch.dtype) -> None:
-    """It is in the ranks' graphs and in the one that they are compared with in wider dtypes alike."""
-    x = torch.rand(3, 6).to(dtype).requires_grad_()
-    model = _on_the_edge(x)
-    captured = prepared(model, (x,), {})
-    added = [n for n in captured.graph.graph.nodes if n.target is torch.ops.aten.add.Tensor][-1]
-    with captured.graph.graph.inserting_before(added):
-        stopped = captured.graph.graph.call_function(torch.ops.aten.detach.default, (added.args[0],))
-    stopped.meta = dict(added.args[0].meta)
-    added.args = (stopped, added.args[1])
-    captured.graph.recompile()
-    made = planned_as(captured, model, {"up": "column", "down": "row"}, 4)
-    assert not check_program(model, made, made.graph, (x,), {}).ok
-
-
-class _Scaled(nn.Module):
-    """A scale that is computed without gradients, of which one element is a small part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(12, 20)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = self.up(x).std()
-        y: Tensor = self.up(x) * scale
-        return y
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_capture_fault_hidden_by_rounding_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model, x = _Scaled().to(dtype), torch.randn(4096, 12).to(dtype).requires_grad_()
-    assert ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None).ok
-    monkeypatch.setattr("torchshard.capture.regions.modes_of", lambda node: SimpleNamespace(grad=True))
-    report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None)
-    assert not report.ok and "parameter gradient up.weight" in str(report)
-    with pytest.raises(ts.ShardError, match="is off by"):
-        report.raise_on_error()
-
-
-def test_a_model_that_refuses_float64_is_told() -> None:
-    class Narrow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ torch.ones(6, 2, dtype=torch.bfloat16)
-
-    report = ts.check(Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6).bfloat16(),), dtype=None)
-    assert report.ok and "not compared with the model in float64: " in str(report)
-
-
-def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(*args: Any) -> dict[str, Tensor]:
-        return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
-
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False)), torch.randn(3, 6)
-    assert ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,)).ok
-    monkeypatch.setattr("torchshard.checking.steps.local_state", trained)
-    report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,))
-    assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
-
-
-def test_a_fault_only_in_a_narrow_dtype_is_not_taken_for_a_flip() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), torch.randn(3, 6)
-    made = compiled(model, {"0": "column", "1": "row"}, 2, (x,))
-    graph = duplicate(made.graph)
-    node = next(n for n in graph.graph.nodes if n.op == "call_function")
-    with graph.graph.inserting_after(node):
-        narrow = graph.graph.call_function(torch.ops.aten.to.dtype, (node, torch.bfloat16))
-    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
-    with graph.graph.inserting_after(narrow):
-        back = graph.graph.call_function(torch.ops.aten.to.dtype, (narrow, torch.float32))
-    narrow.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
-    for made_here in (narrow, back):
-        made_here.meta = dict(node.meta)
-    graph.recompile()
-    report = check_program(model, made, graph, (x,), {})
-    assert not report.ok and report.widened is not None and report.widened.ok
-
-
-def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
-    class Bits(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (x.view(torch.int16) & 1)
-
-    model, x = Bits(), torch.randn(3, 6).bfloat16()
-    made = compiled(model, {}, 2, (x,))
-    report = check_program(model, made, made.graph, (x,), {})
-    assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
 
 
 def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
@@ -512,6 +336,7 @@ def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
         trial.sharded(graphs, made)
 
 
+@pytest.mark.nightly
 def test_copy_and_reduce_swapped() -> None:
     model, made, inputs = _made("gpt")
     for node in _collectives(made.graph):
@@ -535,6 +360,7 @@ def test_a_fused_weight_cut_across_its_blocks(name: str) -> None:
     assert not check_program(model, wrong, made.graph, inputs, {}).ok
 
 
+@nightly(but=["conv"])
 @pytest.mark.parametrize("name", ["gpt_vocab_unsplit", "conv", "encoder_decoder"])
 def test_a_wrong_dim(name: str) -> None:
     model, made, inputs = _made(name, world_size=4)
@@ -572,15 +398,3 @@ def test_the_check_leaves_the_model_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, before[name]) for name, a in model.state_dict().items())
-
-
-def test_every_seeded_fault_has_its_place() -> None:
-    """The bench of faults changes lines of the library: each is there, once."""
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
-    assert spec is not None and spec.loader is not None
-    mutants = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = mutants  # its dataclass looks itself up there
-    spec.loader.exec_module(mutants)
-    texts = {fault.file: (ROOT / "torchshard" / fault.file).read_text() for fault in mutants.FAULTS}
-    assert len(mutants.FAULTS) >= 30
-    assert [fault.name for fault in mutants.FAULTS if texts[fault.file].count(fault.right) != 1] == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import sympy
@@ -15,6 +15,8 @@ from torchshard.core.errors import RuleError
 from torchshard.core.layouts import S, Shard, local_shape
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row, bind, dim_size
+from torchshard.planner.styles import WORDS, StyleWord
+from torchshard.plans.machine import MACHINES, MachineName
 
 pytestmark = pytest.mark.quick
 
@@ -320,3 +322,9 @@ def test_a_split_deals_all_tensors_alike(text: str, sizes: tuple[int, int, int],
             for (dims, shape), layout in zip(tensors, (*choice.operands, *choice.results), strict=True):
                 wanted = tuple(dim_size(d, local) for d in dims) if isinstance(layout, Shard) else shape
                 assert local_shape(shape, layout, rank, world) == wanted
+
+
+def test_the_words_that_type_checkers_know_are_those_that_are_read() -> None:
+    words, _ = get_args(StyleWord)
+    assert set(get_args(words)) == set(WORDS) - {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
+    assert set(get_args(MachineName)) == set(MACHINES)

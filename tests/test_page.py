@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import torchshard as ts
-from tests.compiled import compiled, compiled_case
+from tests.captured import planned_case
+from torchshard.testing import capture
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
@@ -92,7 +93,7 @@ def _in_browser(text: str, folder: Path) -> dict[str, Any]:
 
 @needs_browser
 def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
-    said = _in_browser(_page(tmp_path, compiled_case("gpt")), tmp_path)
+    said = _in_browser(_page(tmp_path, planned_case("gpt").plan), tmp_path)
     assert said["errors"] == [] and said["folded"] and said["hidden"] > 10 and said["one"] == 1 and said["shown"]
     assert said["hits"] == "2 found" and said["found"] and said["picked"] and said["followed"] and said["closed"]
     assert (said["second"], said["first"]) == ("2 of 2", "1 of 2true")
@@ -103,19 +104,20 @@ def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
         assert part in said["panel"], part
 
 
+@pytest.mark.nightly
 def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
-    text = _page(tmp_path, compiled_case("gpt"))
+    text = _page(tmp_path, planned_case("gpt").plan)
     assert not re.search(r"src\s*=|href\s*=(?!\"#)|@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
     assert "prefers-color-scheme: dark" in text and text.count("<script") == 2
 
 
 def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_path: Path) -> None:
-    made = compiled_case("gpt")
+    made = planned_case("gpt").plan
     text = _page(tmp_path, made)
     rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><b>⬡ (\w+)', text)
     assert len(rows) == text.count('class="row collective') > 3
     badges = [int(n) for n in re.findall(r'class="badge">⬡ (\d+) ', text)]
-    assert max(badges) <= sum(c.calls for c in made.plan.costs.collectives) and badges
+    assert max(badges) <= sum(c.calls for c in made.costs.collectives) and badges
     assert "2 × blocks.*" in text
     facts = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1].replace("<\\/", "</"))  # type: ignore[index]
     (of_rows,) = facts["sides"].values()
@@ -124,8 +126,9 @@ def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_pat
     assert all(number < len(facts["texts"]) for _, *numbers in of_rows for number in numbers)
 
 
+@pytest.mark.nightly
 def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
-    text = _page(tmp_path, compiled_case("gpt"), compiled_case("gpt", 3).plan)
+    text = _page(tmp_path, planned_case("gpt").plan, planned_case("gpt", 3).plan)
     assert text.count("<section>") == 2 and "2 ranks, cpu-gloo and 3 ranks, cpu-gloo" in text
     ids = re.findall(r' id="([ab]\d+)"', text)
     assert len(set(ids)) == len(ids) and {i[0] for i in ids} == {"a", "b"}
@@ -140,13 +143,13 @@ def test_texts_cant_break_the_page(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return getattr(self, "</script><b>")(x)
 
-    made = compiled(Odd(), "auto", 2, (torch.randn(2, 4),))
+    made = capture(Odd(), (torch.randn(2, 4),)).plan("auto", 2).plan
     text = _page(tmp_path, made)
     assert text.count("</script>") == 2 and "<b></b>" not in text
 
 
 def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
-    made = compiled_case("gpt")
+    made = planned_case("gpt").plan
     ts.draw(made, tmp_path / "x.dot")
     text = (tmp_path / "x.dot").read_text()
     assert text.startswith("digraph model {") and text.count("{") == text.count("}")
@@ -154,12 +157,12 @@ def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
 
 
 def test_what_a_page_cant_be(tmp_path: Path) -> None:
-    made = compiled_case("gpt")
+    made = planned_case("gpt").plan
     for model, name, text in (
         ([made, made], "x.svg", "can't be written as '.svg'"),
         ([], "x.html", "nothing to draw"),
         (made, "no/x.html", "can't be written"),
-        (ts.Plan.from_json(made.plan.to_json()), "x.html", "the plan has no graph"),
+        (ts.Plan.from_json(made.to_json()), "x.html", "the plan has no graph"),
     ):
         with pytest.raises(ts.InputError, match=text):
             ts.draw(model, tmp_path / name)

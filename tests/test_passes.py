@@ -8,17 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.compiled import compiled, constraints_of
 from tests.golden import check_golden
 from tests.models import MLP
+from torchshard import testing
 from torchshard.capture import capture
 from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
+from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program
 from torchshard.core.choices import choices
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row, op_name
 from torchshard.ir.listing import listing
@@ -58,7 +59,9 @@ def _stages() -> dict[str, fx.GraphModule]:
     assert normalize(graph)
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
-    plan = plan_graph(graph, ModelFacts.of(model), constraints_of(model, PLAN, WORLD, objective("h100x8"))).plan
+    facts = ModelFacts.of(model)
+    mesh = Mesh((MeshAxis(WORLD),))
+    plan = plan_graph(graph, facts, read_constraints(facts, PLAN, mesh, objective("h100x8"))).plan
     graph.meta["axis"] = MeshAxis(WORLD)
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),
@@ -156,7 +159,7 @@ def test_a_ranks_values_know_no_numbers() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.tok(ids).index_select(0, torch.tensor([0])) + self.tok(torch.tensor([6]))
 
-    made = compiled(Places(), {"tok": "vocab"}, 2, (torch.zeros(1, dtype=torch.long),))
+    made = testing.capture(Places(), (torch.zeros(1, dtype=torch.long),)).plan({"tok": "vocab"}, 2)
     for rank in range(2):
         graph = localized(made.graph, MeshAxis(2).simulated()[rank])
         assert all(getattr(n.meta.get("val"), "constant", None) is None for n in graph.graph.nodes)
@@ -202,7 +205,7 @@ def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
 
 def test_verify_writes_nothing_and_finds_a_wrong_shape() -> None:
     """A verifier that recorded what it computed would mend what it should find."""
-    made = compiled(MLP(), {"up": "column", "down": "row"}, 2, (torch.randn(3, 12),))
+    made = testing.capture(MLP(), (torch.randn(3, 12),)).plan({"up": "column", "down": "row"}, 2)
     graph = localized(made.graph, MeshAxis(2).simulated()[0])
     before = {node: dict(node.meta) for node in graph.graph.nodes}
     verify(graph, "localized", after="localize")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers import nightly
 from torchshard.core.choices import choices
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
@@ -239,6 +240,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
     return seconds, nbytes
 
 
+@nightly(but=["0", "400"])
 @pytest.mark.parametrize("start", range(0, 520, 40))
 def test_the_plan_is_the_best_of_all(start: int) -> None:
     """Of random graphs: at several prices for a byte the optimum, and within a budget no further off than is told."""
@@ -266,6 +268,7 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert allowed <= cost * (1 + 1e-9) and cost - gap <= allowed * (1 + 1e-9)
 
 
+@pytest.mark.nightly
 def test_if_tables_are_too_large_a_valid_plan_is_found_and_bounded() -> None:
     """With tables of 12 entries at most: states that are allowed, a gap never below the true one, mostly the best."""
     found, inexact = 0, 0

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
+from tests.helpers import nightly
 from torchshard.capture import capture
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
@@ -153,6 +154,7 @@ def _integer_program(network: Network, price: float) -> float:
     return float(solved.fun) / scale / 1e3
 
 
+@nightly(but=["dinov2", "distilbert"])
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_block_is_planned_as_well_as_by_an_integer_program(name: str) -> None:
     network = build(graph_of(name, 1), MODEL, GraphConstraints(), fold=False)
@@ -168,6 +170,7 @@ LAYERS = {"llama": 6, "t5": 6, "vit": 6, "gptj": 6, "gemma2": 12}
 """A model -> how many layers repeat: gemma2 repeats pairs, and folds at six of them."""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYERS)
 def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     """Folded or not the plan costs the same, and so do the collectives that it makes necessary."""
@@ -186,6 +189,7 @@ def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     assert len(costs[0][0]) == len(costs[1][0])
 
 
+@pytest.mark.nightly
 def test_blocks_whose_states_differ_are_planned_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,6 +212,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     assert totals[1] == pytest.approx(totals[0], rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_what_all_blocks_share_may_stay_whole_at_next_to_no_cost() -> None:
     """Masks and tables of rotations: with one state for each tables are smaller, and the optimum nearly the same."""
     graph = graph_of("llama", LAYERS["llama"])
@@ -222,6 +227,7 @@ def test_what_all_blocks_share_may_stay_whole_at_next_to_no_cost() -> None:
     assert best.seconds <= found.seconds <= 1.01 * best.seconds
 
 
+@pytest.mark.nightly
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
     graph = graph_of("llama", LAYERS["llama"])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import gc
 import json
 import os
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,41 +12,31 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
-import torchshard.runtime.step
-from tests.captured import CapturedCall
-from tests.compiled import compiled, planned_as
-from tests.helpers import BACKENDS, allocated, run_ranks
+from tests.captured import checked
+from tests.helpers import nightly
 from tests.models import CASES, GPT, MLP
-from torchshard.capture import Captured
-from torchshard.compiler.memory import predicted_memory
-from torchshard.compiler.prepare import prepared
-from torchshard.ir.graph import is_tensor_op
-from torchshard.planner.costs import Op
-from torchshard.plans.machine import objective, read_machine, size_text, time_text
+from torchshard.testing import CapturedCall, capture
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
 
 @functools.cache
-def _captured_gpt() -> tuple[nn.Module, Captured]:
-    model = GPT(p=0.0)
-    return model, prepared(model, (IDS, IDS))
+def _captured_gpt() -> CapturedCall:
+    return capture(GPT(p=0.0), (IDS, IDS))
 
 
 def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options: Any) -> ts.Plan:
     """What `ts.plan` gives; the model is captured once for all tests."""
-    model, captured = _captured_gpt()
-    aim = objective(machine, device="cpu", **options)
-    return planned_as(captured, model, plan, world_size, aim).plan
+    return _captured_gpt().plan(plan, world_size, machine=machine, **options).plan
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> None:
     made = _gpt()
     made.save(tmp_path / "plan.json")
@@ -60,6 +47,7 @@ def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> Non
     assert again == made and again.costs.collectives == made.costs.collectives
 
 
+@pytest.mark.nightly
 def test_a_plan_brings_its_machine_unless_one_is_named(tmp_path: Path) -> None:
     machine = ts.Machine("mine", 1e12, 1e11, 1e9, domain=4)
     made = _gpt(machine=machine)
@@ -128,7 +116,7 @@ def _mlp_and_body() -> tuple[CapturedCall, Any]:
     """A captured call, and the JSON of a plan for it."""
     model, x = MLP(), torch.randn(3, 12)
     made = ts.plan(model, "auto", world_size=2, example_inputs=(x,))
-    return CapturedCall(model, (x,)), json.loads(made.to_json(question=False))
+    return capture(model, (x,), dtype=torch.float64), json.loads(made.to_json(question=False))
 
 
 def test_these_are_the_fields_of_a_plan_file() -> None:
@@ -136,7 +124,8 @@ def test_these_are_the_fields_of_a_plan_file() -> None:
     assert list(body) == FIELDS and list(body["axes"][0]) == OF_AXIS
 
 
-@pytest.mark.parametrize("field", [*FIELDS[:-1], *OF_AXIS])
+@nightly("choices", "machine", "stored")
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> None:
     """Every value in turn gone wrong: a typed error when it is read or planned, or a plan that computes right."""
     call, body = _mlp_and_body()
@@ -146,7 +135,7 @@ def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> N
             try:
                 plan = ts.Plan.from_json(_changed(body, list(path), value))
                 assert str(plan) and ts.explain(plan)
-                report = call.check(plan, 2)
+                report = checked(call, plan, 2)
             except ts.ShardError as error:
                 assert str(error).count("\n") == 3, str(error)
                 outcomes.append("refused")
@@ -196,6 +185,7 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe", "plan.json"]
 
 
+@pytest.mark.nightly
 def test_diff_shows_the_changes_and_their_costs() -> None:
     case = CASES["gpt"]
     model = case.build()
@@ -211,29 +201,7 @@ def test_diff_shows_the_changes_and_their_costs() -> None:
     assert ts.diff(a, a) == "parameters are alike"
 
 
-def test_diff_counts_all_axes_of_the_ranks() -> None:
-    """What is sent over the batch's axes is most of it; a memory that nobody asked for is not 0."""
-    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
-    pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
-    mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
-    split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
-    alone = ts.plan(model, pins[0], world_size=2, example_inputs=(x,))
-    sent = [sum(each.costs.nbytes for each in plan.axes) for plan in (alone, split, whole)]
-    assert sent[0] < sent[1] < sent[2]
-    texts = [size_text(nbytes) for nbytes in sent]
-    assert f"  sent by a rank per step: {texts[1]} -> {texts[2]}" in ts.diff(split, whole).splitlines()
-    lines = ts.diff(alone, split).splitlines()
-    assert f"  sent by a rank per step: {texts[0]} -> {texts[1]}" in lines
-    assert "  ranks: 2 ranks -> 2 × 2 ranks (dp × tp)" in lines
-    assert "  0.weight: [256@tp,64] -> [256@tp@dp,64]" in lines
-    assert any(line.startswith("  memory of a step: not estimated -> ") for line in lines)
-    other = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.zeros(3, 12),))
-    assert "  0.weight: [256@tp,64] -> –" in ts.diff(alone, other).splitlines()
-    for wrong in (lambda: ts.diff("a.json", alone), lambda: ts.diff(alone, model)):  # type: ignore[arg-type]
-        with pytest.raises(ts.InputError, match="is no plan"):
-            wrong()
-
-
+@pytest.mark.nightly
 def test_a_weight_pinned_whole_does_not_allow_others_to_stay_whole() -> None:
     case = CASES["gpt"]
     pinned = {"head": "replicate", "tok": "replicate"}
@@ -257,6 +225,7 @@ class _Linears(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.nightly
 def test_styles_of_hugging_face_and_dtensor_are_accepted() -> None:
     plan = {"tok": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
     made = ts.plan(_Linears(), plan, world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
@@ -372,385 +341,3 @@ def test_what_their_words_cant_say_is_named() -> None:
         with pytest.raises(ts.PlanError, match="can't be said in these words") as caught:
             words()
         assert "qkv.weight as [72@tp(24+24+24),24]" in str(caught.value)
-
-
-# --- knobs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"memory": "24"}, "'24' is no size"),
-        ({"memory": "0GiB"}, "'0GiB' is no size"),
-        ({"memory": -1}, "-1 is no size"),
-        ({"memory": True}, "True is no size"),
-        ({"machine": "h100"}, "'h100' is no machine"),
-        ({"axes": "batch"}, "'batch' is no choice of axes"),
-    ],
-)
-def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ts.InputError, match=text) as caught:
-        ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), **options)
-    assert str(caught.value).count("\n") == 3
-
-
-def test_invalid_machines_are_refused() -> None:
-    for field, value in (("flops", 0), ("latency", -1), ("flops", float("nan")), ("link_bandwidth", "fast")):
-        with pytest.raises(ts.InputError, match=f"is no {field.replace('_', ' ')}"):
-            ts.Machine("mine", **{field: value})
-
-
-def test_ranks_beyond_one_domain_send_over_the_network() -> None:
-    near = ts.Machine("m", domain=8, network_bandwidth=1e9, network_latency=1e-4)
-    far = dataclasses.replace(near, domain=1)
-    assert near.link(8) == (near.link_bandwidth, near.latency) and near.link(9) == (1e9, 1e-4)
-    same, slower = (_gpt(machine=machine).costs for machine in (near, far))
-    assert same.seconds < slower.seconds and sum(same.compute.values()) == sum(slower.compute.values())
-
-
-def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
-    """An MLP of two products, two biases and an activation, forward and backward: views are free of work alone."""
-    plain = ts.Machine("m", 1e12, 1e12)
-    slow = dataclasses.replace(plain, op_overhead=1e-3)
-    unfused = dataclasses.replace(plain, elementwise_bandwidth=1e9)
-    model, x = MLP(8, 16, 8), torch.randn(4, 8)
-    base, late, read = (
-        sum(ts.plan(model, world_size=1, example_inputs=(x,), machine=m).costs.compute.values())
-        for m in (plain, slow, unfused)
-    )
-    ops = [n for n in prepared(model, (x,)).graph.graph.nodes if is_tensor_op(n)]
-    steps = sum(1 + Op.of(n).backward_ratio for n in ops)
-    assert late - base == pytest.approx(1e-3 * steps)
-    moved = sum(
-        (1 + op.backward_ratio) * sum(v.nbytes for v in (*op.operands, *op.results))
-        for op in map(Op.of, ops)
-        if not op.products and not op.is_view
-    )
-    assert read - base == pytest.approx(moved / 1e9, rel=1e-2)
-
-
-def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> None:
-    """The all-reduce of the gradient of what `up` takes runs while the gradient of its weight is computed."""
-    flops = 1e9
-    machine = ts.Machine("m", flops, 1e15, link_bandwidth=1e8, latency=0.0, launch=1e-6)
-    model, x = MLP(32, 16, 32), torch.randn(64, 32, requires_grad=True)
-    plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,), machine=machine)
-    copied, reduced = plan.costs.collectives
-    assert (copied.name, reduced.name) == ("copy", "reduce")
-    sent = 64 * 32 * 4 / 1e8
-    assert reduced.forward.seconds == pytest.approx(1e-6 + sent)
-    hidden = 2 * 64 * 32 * 16 / 2 / flops
-    assert copied.backward.seconds == pytest.approx(1e-6 + sent - hidden)
-    fast = dataclasses.replace(machine, link_bandwidth=1e12)
-    copied, _ = ts.plan(model, plan, world_size=2, example_inputs=(x,), machine=fast).costs.collectives
-    assert copied.backward.seconds == pytest.approx(1e-6)  # what a rank does to launch it is not hidden
-
-
-def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
-    idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
-    busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
-    many, few = (_gpt(world_size=4, machine=machine) for machine in (idle, busy))
-    assert set(many.costs.fewer) == {1, 2}
-    assert many.costs.fewer[1] < many.costs.fewer[2] <= many.costs.seconds and "fewer ranks are faster" in str(many)
-    assert few.costs.seconds < few.costs.fewer[2] < few.costs.fewer[1] and "fewer ranks" not in str(few)
-    overlapped = dataclasses.replace(many, costs=dataclasses.replace(many.costs, step=many.costs.fewer[1] / 2))
-    assert "fewer ranks" not in str(overlapped)  # what it hides counts for it
-    assert "one rank alone: " in str(few) and str(ts.Plan.from_json(many.to_json())) == str(many)
-    whole = _gpt(world_size=1, machine=busy)
-    assert few.costs.fewer[1] == pytest.approx(whole.costs.seconds, rel=1e-6) and "alone" not in str(whole)
-
-
-def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> None:
-    made = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.randn(4, 12),), data="replicate")
-    assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1 and " of that in collectives" not in str(
-        made
-    )
-    costs = dataclasses.replace(made.costs, gap=1.0)
-    text = " ".join(str(made.with_last(costs=costs)).split())
-    assert f"another plan may be better, by {time_text(1.0)} at most" in text and "budget" not in text
-
-
-def test_a_faster_link_makes_a_faster_step_and_ranks_no_slower_work() -> None:
-    slow, fast = (ts.Machine("m", 1e12, 1e11, bandwidth, 1e-6, 1e-6) for bandwidth in (1e8, 1e10))
-    assert _gpt(machine=fast).costs.seconds < _gpt(machine=slow).costs.seconds
-
-
-def test_the_batch_is_split_when_asked_and_only_then() -> None:
-    """An MLP on a large batch: split over it, each rank sums the gradients of its weights, which are small."""
-    model, x = MLP(8, 16, 8), torch.randn(4096, 8)
-    machine = ts.Machine("m", 1e9, 1e9, 1e8, 1e-6, 1e-6)
-    asked = {"world_size": 2, "example_inputs": (x,), "machine": machine, "memory": "1GiB"}
-    split = ts.plan(model, axes="all", **asked)
-    whole = ts.plan(model, {"up": "replicate", "down": "replicate"}, **asked)
-    assert set(map(str, split.parameters.values())) == {"I"} and split.costs.seconds < 0.7 * whole.costs.seconds
-    assert {c.name for c in split.costs.collectives} == {"scatter", "copy", "gather"}
-    assert ts.check(model, split, world_size=2, example_inputs=(x,)).ok
-    kept = ts.plan(model, **asked)
-    assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (2.58, "2.58 s"), (1234.5, "1,234 s"), (0.9996, "1.00 s"), (0.0258, "25.8 ms"), (3.1e-4, "310 us"),
-     (4e-9, "4.00 ns"), (1e-10, "<1 ns"), (-4.2e-6, "-4.20 us")],
-)  # fmt: skip
-def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
-    assert time_text(seconds) == text
-    assert time_text(seconds, "+").lstrip("+") == text
-
-
-def test_a_machine_goes_through_a_file_and_others_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    for machine in ts.MACHINES.values():
-        machine.save(path)
-        assert ts.Machine.load(path) == machine and read_machine(path) == read_machine(str(path)) == machine
-    for text in ("", "[]", '{"speed": 1}', '{"flops": -1}', '{"flops": "fast"}'):
-        path.write_text(text)
-        with pytest.raises(ts.InputError, match="is no flops" if "flops" in text else "holds no machine"):
-            ts.Machine.load(path)
-
-
-def _measured(rank: int) -> tuple[ts.Machine, float]:
-    ts.distributed.init_process_group()
-    machine = ts.measure_machine(width=256)
-    model, x = MLP(), torch.randn(3, 12)
-    return machine, ts.shard(model, "auto", (x,), machine=machine).plan.costs.seconds
-
-
-def test_all_ranks_measure_the_same_machine() -> None:
-    (machine, seconds), (other, _) = run_ranks(_measured, 2)
-    assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
-    assert 1e8 < machine.flops < 1e15 and 1e7 < machine.link_bandwidth < 1e13
-    assert 1e-7 < machine.op_overhead < 1e-2 and 1e7 < machine.elementwise_bandwidth < 1e13
-
-
-def test_a_machine_of_one_rank_is_measured_alone() -> None:
-    ts.distributed.init_process_group()
-    assert ts.measure_machine(width=128).memory_bandwidth > 1e7
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
-    free = _gpt(memory="1GiB")
-    tight = predicted_memory(free.graph, free)["peak"]
-    lean = ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), memory=0.9 * tight)
-    assert lean.costs.memory["peak"] <= 0.9 * tight < free.costs.memory["peak"]
-    slower = lean.costs.seconds - free.costs.seconds
-    assert slower >= 0 and lean.costs.gap >= slower - 1e-12
-    even_share = 4 * sum(p.nbytes for p in GPT(p=0.0).parameters()) / 2
-    with pytest.raises(ts.PlanError, match=r"no plan for 2 ranks fits .*: the leanest takes .* too much") as caught:
-        _gpt(memory=1.001 * even_share)
-    assert "optimizer" in str(caught.value)
-
-
-class _Uncapturable(MLP):
-    def forward(self, x: Tensor) -> Tensor:
-        raise AssertionError("it is captured")
-
-
-def test_what_no_plan_can_fit_is_refused_before_the_model_is_captured() -> None:
-    model = _Uncapturable(8, 16, 8)
-    size = 4 * sum(p.nbytes for p in model.parameters()) / 2
-    share = "an even share of parameters, gradients, optimizer takes"
-    refused = ts.PlanError, rf"no plan for 2 ranks fits .*: {share} .* too much"
-    captured = ts.CaptureError, "it is captured"
-    for memory, (error, text) in ((size - 1, refused), (size + 1, captured)):
-        with pytest.raises(error, match=text):
-            ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=memory)
-    model.requires_grad_(False)
-    with pytest.raises(ts.CaptureError):
-        ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=size / 3)
-
-
-_WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
-
-
-def _trained(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 500, (4, 64))
-    if name == "vit":
-        config: Any = transformers.ViTConfig(**_WIDE, image_size=32, patch_size=4, num_labels=50)
-        images = torch.randn(8, 3, 32, 32)
-        return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(8)}
-    if name == "t5":
-        config = transformers.T5Config(
-            d_model=128, d_kv=32, d_ff=256, num_heads=4, num_layers=2, vocab_size=500, decoder_start_token_id=0
-        )
-        config.use_cache = False
-        return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
-    kinds = {
-        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 2}),
-        "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {}),
-        "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {"num_key_value_heads": 4}),
-        "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, {}),
-        "opt": (transformers.OPTForCausalLM, transformers.OPTConfig, {"ffn_dim": 256, "word_embed_proj_dim": 128}),
-        "neox": (transformers.GPTNeoXForCausalLM, transformers.GPTNeoXConfig, {}),
-        "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, {"num_key_value_heads": 4}),
-    }
-    model, kind, more = kinds[name.removesuffix(" recomputed")]
-    made = model(kind(**_WIDE, vocab_size=500, use_cache=False, **more)).train()
-    if name.endswith(" recomputed"):
-        made.gradient_checkpointing_enable()
-    return made, {"input_ids": ids, "labels": ids}
-
-
-def _peaks(rank: int, name: str) -> tuple[float, float]:
-    """What a step takes at its peak on this rank: predicted, and as the allocator says."""
-    torchshard.runtime.step.EAGER_CALLS = 0
-    ts.distributed.init_process_group()
-    model, batch = _trained(name)
-    sharded = ts.shard(model, "auto", example_kwargs=batch)
-    optimizer = torch.optim.AdamW(sharded.parameters())
-
-    def step() -> None:
-        out = sharded(**batch)
-        out.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    steady = [*sharded.parameters(), *sharded.buffers()]
-    steady += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    held = sum(t.numel() * t.element_size() for t in {id(t): t for t in steady}.values())
-    gc.collect()  # what capture left behind is not the step's
-    return predicted_memory(sharded.graph, sharded.plan)["peak"], held + min(allocated(step) for _ in range(3))
-
-
-MEASURED = ["llama", "bert", "vit", "t5", "llama recomputed"]
-MORE = ["qwen2", "gpt2", "opt", "neox", "olmo2", "gpt2 recomputed"]
-"""More models, in `make nightly`."""
-
-
-@pytest.mark.parametrize("name", [*MEASURED, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
-def test_the_predicted_peak_is_the_allocators(name: str) -> None:
-    predicted, measured = run_ranks(_peaks, 2, name)[0]
-    assert predicted == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.parametrize("pins", [{"tok": "vocab"}, {"head": "column"}, {"tok": 1}])
-def test_one_rank_takes_pins_of_a_tied_weight(pins: dict[str, Any]) -> None:
-    """There nothing is split by itself; the ops beside a pinned one take the weight as it does."""
-    check = ts.check(GPT(), pins, world_size=1, example_inputs=(torch.zeros(2, 5, dtype=torch.long),) * 2)
-    assert check.ok
-
-
-def test_auto_splits_a_linear_by_columns() -> None:
-    assert compiled(MLP(), "auto", 2, (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
-
-
-# --- limits of memory ------------------------------------------------------------------------------------------------
-
-
-LAYERS = 10
-
-
-class Alike(nn.Module):
-    """Layers that are all alike, which a limit of memory lets stay whole one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(LAYERS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
-def _alike(**options: Any) -> ts.Plan:
-    return ts.plan(Alike(), options.pop("plan", "auto"), world_size=2, example_inputs=(torch.randn(4, 8),), **options)
-
-
-@functools.cache
-def _captured_alike() -> tuple[nn.Module, Captured]:
-    """The model captured once, for the many plans of the tests below."""
-    model = Alike()
-    return model, prepared(model, (torch.randn(4, 8),))
-
-
-def _alike_with_whole_layers(count: int) -> ts.Plan:
-    """The first `count` layers whole, the others split."""
-    model, captured = _captured_alike()
-    pins = {f"layers.{i}.*": "replicate" for i in range(count)}
-    for i in range(count, LAYERS):
-        pins |= {f"layers.{i}.0": "column", f"layers.{i}.2": "row"}
-    return planned_as(captured, model, pins, 2).plan
-
-
-@functools.cache
-def _peaks_by_whole_layers() -> list[float]:
-    return [_peak(_alike_with_whole_layers(count)) for count in range(LAYERS + 1)]
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.65, 0.75, 0.95])
-def test_of_equal_layers_as_many_stay_whole_as_fit(share: float) -> None:
-    peaks = _peaks_by_whole_layers()
-    limit = peaks[0] + share * (peaks[-1] - peaks[0])
-    made = _alike(memory=limit)
-    assert made.costs.memory["peak"] <= limit
-    whole = sum(made.parameters[f"layers.{i}.0.weight"] == ts.I for i in range(LAYERS))
-    assert whole >= sum(peak <= limit for peak in peaks) - 1
-    assert ts.check(Alike(), made, world_size=2, example_inputs=(torch.randn(4, 8),)).ok
-
-
-def _peak(plan: ts.Plan) -> float:
-    return predicted_memory(plan.graph, plan.last)["peak"]
-
-
-def test_a_plan_that_is_given_must_fit_too() -> None:
-    made = _alike()
-    assert _alike(plan=made, memory="1GiB").costs.memory["peak"] == _peak(made)
-    with pytest.raises(ts.PlanError, match=r"the plan does not fit 1\.0 KiB: it takes"):
-        _alike(plan=made, memory="1KiB")
-
-
-def test_the_next_best_plan_is_reported_within_the_time_limit() -> None:
-    """What else there is under the same limit is no faster; a pin that is dear under a limit is named."""
-    fast, small = _alike(memory="1GiB"), _alike()
-    made = _alike(memory=(_peak(fast) + _peak(small)) / 2)
-    told = re.findall(r"without it: a step takes [\d.]+ \w+ (\w+)", ts.explain(made))
-    assert told and set(told) == {"more"}
-    pinned = _alike(plan={"layers.*.0": "column", "layers.*.2": "row"}, memory="1GiB")
-    assert "makes a step slower" in ts.explain(pinned)
-
-
-def test_a_loaded_plan_is_explained_with_its_alternatives() -> None:
-    made = _gpt()
-    again = _gpt(plan=ts.Plan.from_json(made.to_json()))
-    assert ts.explain(again) == ts.explain(made)
-
-
-class _LooksAt(nn.Module):
-    """Takes a parameter for its shape alone, and leaves another one out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.shape, self.other = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, use: bool = False) -> Tensor:
-        y = self.up(x).reshape_as(self.shape.weight)
-        return self.other(y) if use else y
-
-
-def test_a_pinned_parameter_that_is_only_looked_at_is_split() -> None:
-    plan, x = {"up": "column", "shape": "row", "other": "column"}, torch.randn(3, 6)
-    model = _LooksAt()
-    made = ts.plan(model, plan, world_size=2, example_inputs=(x,))
-    assert made.parameters["shape.weight"] == ts.S(1) and made.parameters["other.weight"] == ts.S(0)
-    assert ts.check(model, plan, world_size=2, example_inputs=(x,)).ok
-    sharded = ts.shard(model, plan, example_inputs=(x,))
-    assert torch.allclose(sharded(x, True), model(x, True))
-    ts.distributed.destroy_process_group()
-
-
-def _default_machine(rank: int) -> str:
-    ts.distributed.init_process_group()
-    model = ts.shard(nn.Linear(6, 8), "auto", (torch.ones(4, 6),))
-    return model.plan.costs.machine
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_without_a_machine_the_ranks_are_priced_by_what_they_talk_through(backend: str) -> None:
-    assert run_ranks(_default_machine, 2, backend=backend) == [f"cpu-{backend}"] * 2

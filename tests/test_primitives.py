@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import torchshard.distributed as tsd
-from tests.helpers import refused_input, run_ranks
-from torchshard.core.layouts import Shard, split
+from tests.helpers import nightly, refused_input
+from torchshard.testing import Shard, run_ranks, split
 
 Op = tsd.ReduceOp
 Primitive = Callable[[Tensor], Tensor]
@@ -136,6 +136,7 @@ def _all(rank: int, shape: tuple[int, ...], group_size: int) -> list[str]:
     return [what for what, holds in found if not holds]
 
 
+@nightly("3-*")
 @pytest.mark.parametrize("world, shape", [(1, (3, 2)), (2, (5, 3)), (3, (2, 4)), (3, (7, 1))])
 def test_primitives(world: int, shape: tuple[int, ...]) -> None:
     assert run_ranks(_all, world, shape, -1) == [[]] * world

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchshard as ts
-from tests.helpers import largest, run_ranks
-from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts, written
-from torchshard.compiler.prepare import prepared
-from torchshard.core.notation import Row
-from torchshard.rules import RULES, Call
+from tests.helpers import nightly
+from tests.programs import Text, can_be_trained, checked, drawn, texts, written
+from torchshard.testing import Call, Row, capture, changed_rule, largest, rule_of, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")
 
@@ -62,25 +60,25 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     assert report.ok, f"{report}\n{text}"
 
 
-def test_a_wrong_rule_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.nightly
+def test_a_wrong_rule_is_found_and_shrunk() -> None:
     """A rule that takes a rank's partial sum for the whole sum."""
-    right = RULES[aten.linear.default]
+    right = rule_of(aten.linear.default)
 
     def wrong(call: Call) -> Row:
         return right(call) if call["bias"] is not None else call.row("... k, n k -> ... n", reduced={"k"})
-
-    monkeypatch.setitem(RULES, aten.linear.default, wrong)
 
     # While it shrinks, Hypothesis tries many lists of words that say the same program.
     @functools.cache
     def fails(text: Text) -> bool:
         return not checked(text, 2, 0).ok
 
-    smallest = find(
-        texts(longest=6),
-        lambda text: "linear" in text.source and fails(text),
-        settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
-    )
+    with changed_rule(aten.linear.default, wrong):
+        smallest = find(
+            texts(longest=6),
+            lambda text: "linear" in text.source and fails(text),
+            settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
+        )
     assert len(smallest.lines) <= 2, str(smallest)
 
 
@@ -111,17 +109,18 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
     for seed in seeds:
         text = drawn(seed)
         model, inputs = text.model(), text.inputs()
-        plan = random_plan(prepared(model, inputs, {}, dynamic=False), model, world, seed)
+        plan = capture(model, inputs, dynamic=False).plan_at_random(world, seed).plan
         sharded = ts.shard(copy.deepcopy(model), plan, example_inputs=inputs)
         expected, got = _sgd(model, inputs), _sgd(sharded, inputs)
         whole = sharded.full_state_dict()
         found[seed] = (
-            largest(_difference(a, b) for a, b in zip(expected, got, strict=True)),
-            largest(_difference(t, whole[name]) for name, t in model.state_dict().items()),
+            largest(*(_difference(a, b) for a, b in zip(expected, got, strict=True))),
+            largest(*(_difference(t, whole[name]) for name, t in model.state_dict().items())),
         )
     return found
 
 
+@nightly("3", "4")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs_on_real_ranks(world: int) -> None:
     """Forward, backward and a step of SGD, and forward again."""
@@ -130,5 +129,5 @@ def test_programs_on_real_ranks(world: int) -> None:
     assert len(seeds) >= 4
     for ranks in run_ranks(_steps, world, world, seeds):
         assert ranks.keys() == set(seeds)
-        wrong = {seed: errors for seed, errors in ranks.items() if not largest(errors) <= 1e-9}
+        wrong = {seed: errors for seed, errors in ranks.items() if not largest(*errors) <= 1e-9}
         assert not wrong, "\n".join(f"{seed}: {errors}\n{drawn(seed)}" for seed, errors in wrong.items())

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import command
 from tests.test_batches import _batch, _model
-from torchshard.cli.main import main
-from torchshard.plans.proposals import Proposals, meshes
 
 MIB = 2**20
 
 
 @pytest.fixture(scope="module")
-def proposals() -> Proposals:
+def proposals() -> Any:
     return ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4))
 
 
-def test_each_mesh_of_so_many_ranks_is_there_once() -> None:
-    for ranks in (1, 6, 8):
-        found = [*meshes(ranks, math.inf)]
-        assert all(math.prod(sizes.values()) == ranks for sizes, _ in found)
-        ways = 2 * sum(ranks % n == 0 for n in range(1, ranks)) + 1  # each divisor with both ways; and no batch's axis
-        assert len(found) == len({str(each) for each in found}) == ways
-    assert all(sizes.get("tp", 1) <= 2 for sizes, _ in meshes(8, 2))
-
-
-def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Proposals) -> None:
+@pytest.mark.nightly
+def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Any) -> None:
     assert [each.seconds for each in proposals] == sorted(each.seconds for each in proposals)
     assert {str(dict(each.mesh)) for each in proposals} == {"{'dp': 4}", "{'dp': 2, 'tp': 2}", "{'tp': 4}"}
     assert all(each.fits for each in proposals)
@@ -45,7 +36,8 @@ def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Pro
         assert report.ok and report.world_size == 4, str(report)
 
 
-def test_slices_of_weights_take_less_memory(proposals: Proposals) -> None:
+@pytest.mark.nightly
+def test_slices_of_weights_take_less_memory(proposals: Any) -> None:
     held = {(len(each.mesh), each.data): each.plan.step_memory for each in proposals if each.plan and "dp" in each.mesh}
     for axes in (1, 2):
         assert held[axes, "shard"]["parameters"] < held[axes, "replicate"]["parameters"]
@@ -57,7 +49,8 @@ def test_a_plan_for_one_mesh_is_refused() -> None:
         ts.meshes(_model(), plan, world_size=4, example_inputs=_batch(4))
 
 
-def test_what_does_not_fit_comes_last(proposals: Proposals) -> None:
+@pytest.mark.nightly
+def test_what_does_not_fit_comes_last(proposals: Any) -> None:
     peaks = sorted(each.plan.step_memory["peak"] for each in proposals if each.plan)
     limit = (peaks[0] + peaks[-1]) / 2
     found = ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4), memory=limit)
@@ -68,6 +61,7 @@ def test_what_does_not_fit_comes_last(proposals: Proposals) -> None:
     assert len(rows) == 1 + len(found) and ("too much" in rows[-1]) is not fits[-1]
 
 
+@pytest.mark.nightly
 def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
     layers = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)]
     model, rows = nn.Sequential(*layers), torch.randn(256, 8)
@@ -78,8 +72,9 @@ def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
     assert slices.fits and slices.plan is not None and slices.plan.recompute
 
 
-def test_where_nothing_fits_none_is_the_fastest(proposals: Proposals) -> None:
-    found = Proposals([dataclasses.replace(each, limit=1.0) for each in reversed(proposals)])
+@pytest.mark.nightly
+def test_where_nothing_fits_none_is_the_fastest(proposals: Any) -> None:
+    found = type(proposals)([dataclasses.replace(each, limit=1.0) for each in reversed(proposals)])
     assert "none with a plan that fits" in repr(found)
     assert [each.step for each in found] == sorted(each.step for each in found)
     assert str(dict(proposals[0].mesh)) in repr(proposals)
@@ -106,8 +101,9 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
         assert str(found).count(f"\n{mesh}: a batch of 4") == 1
 
 
+@pytest.mark.nightly
 def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["meshes", "tests.test_proposals:made", "--ranks", "2"]) == 0
+    assert command("meshes", "tests.test_proposals:made", "--ranks", "2") == 0
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.startswith("mesh  data") and len(rows) == 3
 

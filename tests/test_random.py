@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.captured import CapturedCall
-from tests.compiled import planned_as
-from tests.helpers import run_ranks
-from torchshard.compiler.prepare import prepared
-from torchshard.plans.machine import objective
-from torchshard.rules import RULES
+from tests.captured import checked
+from tests.helpers import nightly
+from torchshard.testing import CapturedCall, capture, changed_rule, run_ranks
 
 
 class _Draws(nn.Module):
@@ -86,16 +84,36 @@ BODIES = [
 @functools.cache
 def _captured(body: Callable[[Tensor], Tensor]) -> CapturedCall:
     torch.manual_seed(0)
-    return CapturedCall(_Draws(body), (torch.randn(3, 5, 6),))
+    return capture(_Draws(body), (torch.randn(3, 5, 6),), dtype=torch.float64)
 
 
+@nightly(
+    but=[
+        "*'column'}-1",
+        "*'row'}-1",
+        "*'row'}-2",
+        "_bernoulli-*-2",
+        "_bernoulli-*-3",
+        "_expanded-{'up': *",
+        "_expanded-{}-2",
+        "_in_place-*-2",
+        "_in_place-{'up': 'column', 'down': 'row'}-3",
+        "_lies_transposed-{'up': 'row', *",
+        "_like-*-2",
+        "_like-*-3",
+        "_permuted_thrice-{'up': 'row', *",
+        "_plain-*-2",
+        "_plain-{'up': 'column', 'down': 'row'}-3",
+        "_transposed-{'up': 'row', *",
+    ]
+)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("plan", [{}, {"up": "column", "down": "row"}, {"up": "row", "down": "column"}], ids=str)
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 def test_draws_are_the_unsharded_models(
     body: Callable[[Tensor], Tensor], plan: dict[str, str], world: int, recwarn: pytest.WarningsRecorder
 ) -> None:
-    report = _captured(body).check(plan, world)
+    report = checked(_captured(body), plan, world)
     assert report.ok, str(report)
 
 
@@ -126,6 +144,7 @@ def test_dropout_behind_a_change_of_memory_format(plan: dict[str, str]) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.nightly
 def test_dropout_of_channels_last_tensors() -> None:
     torch.manual_seed(0)
     model = _Image().to(memory_format=torch.channels_last)
@@ -135,13 +154,12 @@ def test_dropout_of_channels_last_tensors() -> None:
         assert report.ok, str(report)
 
 
-def test_a_rule_may_give_up_equality(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_may_give_up_equality() -> None:
     """Each rank draws for its slice alone; the check says so."""
-    monkeypatch.setitem(RULES, torch.ops.aten.dropout.default, lambda call: call.row("... -> ..."))
     torch.manual_seed(0)
-    report = ts.check(
-        _Draws(_plain), {"up": "column", "down": "row"}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)
-    )
+    plan: dict[str, Any] = {"plan": {"up": "column", "down": "row"}, "world_size": 2}
+    with changed_rule(torch.ops.aten.dropout.default, lambda call: call.row("... -> ...")):
+        report = ts.check(_Draws(_plain), **plan, example_inputs=(torch.randn(3, 5, 6),))
     assert not report.ok
 
 
@@ -172,10 +190,8 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     ts.distributed.init_process_group()
     x, found = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5), {}
     for dim in (0, 1):
-        plan = planned_as(
-            prepared(_Elementwise(), (x,), {}, dynamic=False), _Elementwise(), {}, world,
-            objective("cpu-gloo", axes="all"), {"weight": ts.S(dim)},
-        ).plan  # fmt: skip
+        fixed: dict[str, Any] = {"layouts": {"weight": ts.S(dim)}, "axes": "all", "machine": "cpu-gloo"}
+        plan = capture(_Elementwise(), (x,), dynamic=False).plan({}, world, **fixed).plan
         for recomputed in (False, True):
             model, sharded = _Elementwise(), ts.shard(_Elementwise(), plan, example_inputs=(x,))
             torch.manual_seed(5)
@@ -196,6 +212,7 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bit_for_bit_in_forward_recomputation_and_after_a_restart(world: int) -> None:
     for found in run_ranks(_on_real_ranks, world, world):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +17,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.compiled import compiled
-from tests.helpers import largest, refused, run_ranks
+from tests.helpers import nightly, refused
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
-from torchshard.compiler.memory import predicted_memory
-from torchshard.core.columns import counted
-from torchshard.core.layouts import split
-from torchshard.core.paths import outermost
-from torchshard.ir.graph import nbytes
-from torchshard.passes import Partition
+from torchshard.testing import (
+    Partition,
+    capture,
+    kept_graphs,
+    largest,
+    nbytes,
+    on_ranks,
+    predicted_memory,
+    run_ranks,
+    split,
+)
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
 """Models, and globs of what is computed again."""
@@ -37,6 +43,7 @@ def _saved(parts: Partition) -> float:
     return sum(nbytes(results[name].meta["val"]) for name in parts.saved if name in results and name not in known)
 
 
+@nightly(but=["conv"])
 @pytest.mark.parametrize("name", RECOMPUTED)
 def test_gradients_are_those_of_autograd(name: str) -> None:
     worst, parts = compared(name, 3, RECOMPUTED[name])
@@ -127,11 +134,12 @@ def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
     (kept, before), (losses, after) = (_trained(each, batch) for each in sharded)
     (wanted, full), (_, fewer) = (_trained(each, batch) for each in unsharded)
     state, expected = sharded[1].full_state_dict(), unsharded[0].state_dict()
-    worst = largest(float((state[name] - expected[name]).abs().max()) for name in expected)
+    worst = largest(*(float((state[name] - expected[name]).abs().max()) for name in expected))
     worst = largest(worst, *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
     return worst, float(kept == losses), after / before, fewer / full
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "recompute", "hugging face"])
 def test_training_is_the_same_and_saves_less(kind: str) -> None:
     """Masks are bit for bit those of the graph that keeps all."""
@@ -145,7 +153,7 @@ def test_globs_name_modules() -> None:
     assert refused(lambda: ts.plan(model, world_size=2, example_inputs=(x,), recompute="2"), "'2' matches no module")
     plan = ts.plan(model, world_size=2, example_inputs=(x,), recompute=["1.*", "1"])
     assert plan.recompute == ("1",) and ts.Plan.from_json(plan.to_json()).recompute == ("1",)
-    graph = compiled(model, plan, 2, (x,)).graph.graph
+    graph = capture(model, (x,)).plan(plan, 2).graph.graph
     assert {n.meta.get("recompute") for n in graph.nodes if n.meta.get("module") == "1.1"} == {"1"}
 
 
@@ -153,7 +161,9 @@ def test_globs_name_modules() -> None:
     ("paths", "expected"), [(["a.b", "a", "ab"], ("a", "ab")), (["", "a"], ("",)), ([], ()), (["a", "a"], ("a",))]
 )
 def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
-    assert outermost(paths) == expected
+    model = nn.Sequential(OrderedDict(a=nn.Sequential(OrderedDict(b=nn.Linear(4, 4))), ab=nn.Linear(4, 4)))
+    call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(2, 4),)}
+    assert ts.plan(model, recompute=list(paths), **call).recompute == expected
 
 
 # --- limits of memory ------------------------------------------------------------------------------------------------
@@ -173,6 +183,7 @@ class _Layers(nn.Module):
 SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("batch", "again"), [(512, True), (2, False)])
 def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
     """Many activations: layers are computed again, and no more of them than it takes. Many weights: they are split."""
@@ -186,11 +197,11 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
     assert made.costs.gap == pytest.approx(made.costs.seconds - free.costs.seconds)
     if again:
         assert list(made.recompute) == [f"layers.{i}" for i in range(len(made.recompute))]
-        modules = counted(len(made.recompute), "module")
+        modules = f"{len(made.recompute)} module{'s' * (len(made.recompute) > 1)}"
         assert f"computes {modules} again, in place of keeping their values: layers.0" in str(made)
         assert f"layers.0-{len(made.recompute) - 1}" in str(made) or len(made.recompute) == 1
-        fewer = ts.plan(_Layers(), made.with_last(recompute=made.recompute[:-1]), **call)
-        assert predicted_memory(fewer.graph, fewer)["peak"] > limit
+        fewer = ts.plan(_Layers(), dataclasses.replace(made, recompute=made.recompute[:-1]), **call)
+        assert predicted_memory(fewer)["peak"] > limit
     assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
 
 
@@ -203,6 +214,7 @@ class _KeptWhole(nn.Module):
         return checkpoint(lambda y: Reversal.apply(self.up(y)), x, use_reentrant=False)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(2, 4)
     ts.shard(_KeptWhole(), {}, (x,))(x).sum().backward()
@@ -237,23 +249,18 @@ class _Stages(nn.Module):
         return results
 
 
-def _stages(rank: int) -> float:
+@on_ranks(2)
+def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next(rank: int) -> None:
     torch.manual_seed(0)
     model, x = _Stages().double(), torch.randn(4, 8, dtype=torch.double)
     sharded = ts.shard(copy.deepcopy(model), {"blocks.*": "replicate"}, recompute="blocks.*")
     for call in (model, sharded):
         first, *_, last = call(x)
         (first.sin().sum() + last.square().sum()).backward()
-    assert all(made.training(None).has_graphs for made in sharded._ts_graphs)
+    assert all(kept.has_step_graphs for kept in kept_graphs(sharded))
     grads = {n: p.grad for n, p in model.named_parameters()}
-    return largest(
-        float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
-        for n, p in sharded.named_parameters()
-    )
-
-
-def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
-    assert largest(run_ranks(_stages, 2)) < 1e-12
+    pairs = ((split(grads[n], sharded.layouts[n], rank, 2), p.grad) for n, p in sharded.named_parameters())
+    assert largest(*(float((a - b).abs().max()) for a, b in pairs)) < 1e-12
 
 
 class _ReturnsItsBias(nn.Module):

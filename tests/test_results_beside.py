@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, refused_input, run_ranks
+from tests.helpers import refused_input
+from torchshard.testing import gradient_error, run_ranks
 
 TOLD = "has a hook or retain_grad(), and another result depends on it"
 Watch = Callable[[Tensor], object]

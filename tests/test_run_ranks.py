@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import PATIENCE, run_ranks
-from torchshard.rules import RULES
+from tests.helpers import nightly
+from torchshard.testing import PATIENCE, rule_of, run_ranks
 
 aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def _state(rank: int) -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "RNG state": torch.get_rng_state().tolist(),
         "environment": dict(os.environ),
-        "rule of relu": str(RULES.get(aten.relu.default)),
+        "rule of relu": str(rule_of(aten.relu.default)),
         "folder": os.getcwd(),
         "attributes of a module": sorted(vars(ts)),
     }
@@ -76,6 +76,7 @@ def _fail(rank: int, how: str, folder: str) -> None:
     dist.barrier()
 
 
+@nightly("hangs-*")
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -88,7 +89,7 @@ def _fail(rank: int, how: str, folder: str) -> None:
 def test_a_call_that_fails_is_reported_and_the_next_one_works(how: str, text: str, tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_fail, 2, how, str(tmp_path), timeout_seconds=2.0 if how == "hangs" else 60.0)
+        run_ranks(_fail, 2, how, str(tmp_path), seconds=2.0 if how == "hangs" else 60.0)
     assert time.monotonic() - started < 30
     for path in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):

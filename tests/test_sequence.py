@@ -12,13 +12,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 import torchshard as ts
-from tests.compiled import compiled
-from tests.helpers import largest, run_ranks
-from torchshard.core.layouts import split
-from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import Begin
-from torchshard.ir.graph import is_tensor, is_view, nbytes, results_of
-from torchshard.passes import Partition, localized, step_graphs
+from tests.helpers import nightly
+from torchshard.testing import Partition, begun, capture, kept_graphs, largest, nbytes, run_ranks, split
 
 MEGATRON = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row", "*.up": "column", "*.down": "row"}
 PINS = MEGATRON | {"blocks.?": "sequence"}
@@ -70,6 +65,7 @@ def _ids(length: int, batch: int = 3) -> Tensor:
     return torch.randint(0, 32, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     model, ids = _model(), _ids(12)
@@ -86,6 +82,7 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     assert "all_gather" in kinds and kinds & {"reduce_scatter", "all_to_all"}, kinds
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=["ours", "hf", "dtensor"])
 def test_norms_that_are_many_ops(word: Any) -> None:
     """A Llama's norms are products and means; its plan goes through a file, and serves other lengths too."""
@@ -121,6 +118,7 @@ def test_a_module_without_a_sequence_is_refused() -> None:
         ts.plan(model, {"2": "sequence"}, world_size=2, example_inputs=(x,))
 
 
+@pytest.mark.nightly
 def test_the_planner_splits_the_sequence_to_fit() -> None:
     """And not without need: a plan that fits anyway is for every length."""
     model, x = nn.Sequential(*(Residual(8, 64) for _ in range(2))), torch.randn(8, 64, 64)
@@ -154,7 +152,7 @@ def _worst(model: nn.Module, sharded: ts.ShardedModule, length: int) -> float:
         (p.grad - split(whole[name].grad, layouts[name], group.rank, group.size)).abs().max().item()
         for name, p in sharded.named_parameters()
     )
-    return largest(errors)
+    return largest(*errors)
 
 
 LENGTH = 512
@@ -164,22 +162,22 @@ LENGTH = 512
 def _step_of(plan: dict[str, str], world: int, **options: Any) -> tuple[Partition, tuple[int, int]]:
     """The graphs of the first rank's step, and how many collectives the plan has forward and backward."""
     ids = _ids(LENGTH)
-    made = compiled(_model(positions=LENGTH, **options).bfloat16(), plan, world, (ids, ids))
-    graph = localized(made.graph, next(iter(MeshAxis(world).simulated())))
-    return step_graphs(graph), made.plan.costs.calls
+    made = capture(_model(positions=LENGTH, **options).bfloat16(), (ids, ids)).plan(plan, world)
+    return made.step_graphs(), made.plan.costs.calls
 
 
 def _saved(parts: Partition) -> int:
     """Bytes of what forward saves; of a view, those of what it is a view of."""
     held = set()
-    for value in results_of(parts.forward.graph)[len(parts.given) :]:
-        while isinstance(value, fx.Node) and is_view(value):
+    for value in parts.forward.graph.output_node().args[0][len(parts.given) :]:
+        while isinstance(value, fx.Node) and getattr(value.target, "is_view", False):
             value = value.all_input_nodes[0]
-        if isinstance(value, fx.Node) and value.op != "placeholder" and is_tensor(value):
+        if isinstance(value, fx.Node) and value.op != "placeholder" and isinstance(value.meta["val"], Tensor):
             held.add(value)
     return sum(nbytes(value.meta["val"]) for value in held)
 
 
+@pytest.mark.nightly
 def test_backward_gathers_again_what_it_needs() -> None:
     """As Megatron-LM does: a layer saves 34 bytes for each element of the sequence, divided by the ranks."""
     width, tokens = 256, 3 * LENGTH
@@ -188,7 +186,7 @@ def test_backward_gathers_again_what_it_needs() -> None:
         saved = []
         for blocks in (2, 3):
             parts, calls = _step_of(plan, 8, width=width, heads=8, blocks=blocks)
-            counted = [sum(isinstance(n.target, Begin) for n in p.graph.nodes) for p in (parts.forward, parts.backward)]
+            counted = [sum(begun(n) is not None for n in p.graph.nodes) for p in (parts.forward, parts.backward)]
             assert tuple(counted) == calls
             saved.append(_saved(parts))
         per_layer[name] = (saved[1] - saved[0]) / (tokens * width)
@@ -205,9 +203,10 @@ def _compiled(rank: int) -> list[float]:
     return [_worst(model, sharded, length) for length in (12, 24, 18)]
 
 
+@pytest.mark.nightly
 def test_compiled_steps() -> None:
     for errors in run_ranks(_compiled, 2):
-        assert largest(errors) < 1e-12
+        assert largest(*errors) < 1e-12
 
 
 def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
@@ -217,16 +216,17 @@ def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
     found = []
     for length in lengths:
         worst = _worst(model, sharded, length)
-        found.append((length, sharded._ts_graphs.captures, worst))
+        found.append((length, sharded.captures, worst))
     for name, p in sharded.named_parameters():  # those of a layer came in one message
         assert p.grad is not None and p.grad.untyped_storage().nbytes() == p.grad.nbytes, name
-    assert all(made.training(None).has_graphs for made in sharded._ts_graphs)
+    assert all(kept.has_step_graphs for kept in kept_graphs(sharded))
     return found
 
 
+@nightly("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_length_on_real_ranks(world: int) -> None:
     """Lengths that divide share a graph, and so do those that don't; gradients are the unsharded model's."""
     for found in run_ranks(_steps, world, [12, 24, 13, 18, 25, 6, world]):
         assert [captures for _, captures, _ in found] == [1, 1, 2, 2, 2, 2, 2]
-        assert largest(worst for _, _, worst in found) < 1e-12
+        assert largest(*(worst for _, _, worst in found)) < 1e-12

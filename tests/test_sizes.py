@@ -11,12 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.compiled import planned_as
-from torchshard.capture import Captured
-from torchshard.checking.check import check_program
-from torchshard.compiler.prepare import prepared
-from torchshard.compiler.program import Program
-from torchshard.core.layouts import I, Shard, local_size, parts_of
+from tests.helpers import nightly
+from torchshard.testing import CapturedCall, PlannedCall, Shard, capture, split
 
 
 def _ids(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
@@ -24,49 +20,46 @@ def _ids(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 
 
 @functools.cache
-def _llama(
-    heads: int, kv_heads: int, head: int = 4, inner: int = 22, vocabulary: int = 29
-) -> tuple[nn.Module, Captured]:
+def _llama(heads: int, kv_heads: int, head: int = 4, inner: int = 22, vocabulary: int = 29) -> CapturedCall:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=heads * head, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head, vocab_size=vocabulary, use_cache=False,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).double()
-    return model, prepared(model, (), _ids(2, 5, vocabulary))
+    return capture(transformers.LlamaForCausalLM(config).double(), (), _ids(2, 5, vocabulary))
 
 
-def _check(model: nn.Module, captured: Captured, world: int, *calls: dict[str, Tensor]) -> Program:
-    made = planned_as(captured, model, {}, world)
-    for call in calls:
-        report = check_program(model, made, made.graph, (), call)
+def _check(call: CapturedCall, world: int, *calls: dict[str, Tensor]) -> PlannedCall:
+    made = call.plan({}, world)
+    for each in calls:
+        report = made.call(**each).check()
         assert report.ok, str(report)
     return made
 
 
-def _held(made: Program, name: str) -> list[int]:
+def _held(made: PlannedCall, name: str) -> list[int]:
     """How many rows of a weight each rank has."""
     layout, world = made.plan.parameters[name], made.plan.world_size
     assert isinstance(layout, Shard) and layout.dim == 0, f"{name} {layout}"
-    parts = parts_of(made.plan.stored[name].shape[0], layout)
-    return [local_size(parts, rank, world) for rank in range(world)]
+    rows = torch.arange(made.plan.stored[name].shape[0])
+    return [len(split(rows, layout, rank, world)) for rank in range(world)]
 
 
+@nightly(but=["8-3"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_kv_heads_beside_ranks(kv_heads: int, world: int) -> None:
     """More ranks than heads of keys, or as many, or a number that does not divide them."""
-    model, captured = _llama(6, kv_heads)
-    made = _check(model, captured, world, _ids(2, 5, 29))
+    made = _check(_llama(6, kv_heads), world, _ids(2, 5, 29))
     layers = [p for name, p in made.plan.parameters.items() if ".mlp." in name]
-    assert layers and all(p != I for p in layers)
+    assert layers and all(p != ts.I for p in layers)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("heads, most", [(7, 4), (28, 16)])
 def test_heads_that_eight_ranks_do_not_share_evenly(heads: int, most: int) -> None:
     """No head is cut in two: seven of them leave the eighth rank without one."""
-    model, captured = _llama(heads, heads)
-    made = _check(model, captured, 8, _ids(1, 3, 29))
+    made = _check(_llama(heads, heads), 8, _ids(1, 3, 29))
     held = _held(made, "model.layers.0.self_attn.q_proj.weight")
     assert sum(held) == heads * 4 and max(held) == most and all(rows % 4 == 0 for rows in held)
 
@@ -84,12 +77,13 @@ def test_vocabularies_that_do_not_divide(vocabulary: int, hidden: int, world: in
 
     torch.manual_seed(0)
     model, ids = Tied().double(), torch.randint(vocabulary, (2, 4))
-    made = planned_as(prepared(model, (ids,), {}), model, {"tok": "vocab"}, world)
+    made = capture(model, (ids,)).plan({"tok": "vocab"}, world)
     assert sum(_held(made, "tok.weight")) == vocabulary
-    report = check_program(model, made, made.graph, (ids,), {})
+    report = made.check()
     assert report.ok, str(report)
 
 
+@nightly("5-*")
 @pytest.mark.parametrize("head, inner, world", [(5, 13, 2), (3, 7, 3), (5, 13, 4)])
 def test_hidden_sizes_that_do_not_divide(head: int, inner: int, world: int) -> None:
     """Rotary embeddings want heads of even sizes; this model has none."""
@@ -98,20 +92,19 @@ def test_hidden_sizes_that_do_not_divide(head: int, inner: int, world: int) -> N
         n_embd=5 * head, n_inner=inner, n_layer=1, n_head=5, vocab_size=31, n_positions=16, use_cache=False
     )
     model = transformers.GPT2LMHeadModel(config).double()
-    _check(model, prepared(model, (), _ids(2, 5, 31)), world, _ids(2, 5, 31))
+    _check(capture(model, (), _ids(2, 5, 31)), world, _ids(2, 5, 31))
 
 
+@nightly("2")
 @pytest.mark.parametrize("world", [2, 3])
 def test_one_graph_for_any_batch_and_length(world: int) -> None:
-    model, captured = _llama(6, 2)
     calls: list[dict[str, Any]] = [_ids(batch, length, 29) for batch, length in ((2, 5), (3, 2), (7, 9))]
-    _check(model, captured, world, *calls)
+    _check(_llama(6, 2), world, *calls)
 
 
 def test_a_batch_of_one() -> None:
-    model, _ = _llama(6, 2)
     call = _ids(1, 4, 29)
-    _check(model, prepared(model, (), call), 3, call)
+    _check(capture(_llama(6, 2).model, (), call), 3, call)
 
 
 class _Windows(nn.Module):

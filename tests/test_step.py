@@ -5,11 +5,10 @@ The graphs of all ranks run in lockstep, once under autograd and once as steps, 
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +18,18 @@ from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.captured import captured_case
-from tests.compiled import compiled, planned_as
-from tests.helpers import largest, run_ranks
+from tests.helpers import nightly
 from tests.models import CASES, GPT
 from torchshard.capture import flatten_call
 from torchshard.checking import lockstep
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.checking.steps import Run, _cotangent, leaf
+from torchshard.checking.steps import Run, cotangent, leaf
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, placeholders
 from torchshard.passes import Partition, direct, schedule, segments, step_graphs
-from torchshard.plans.machine import objective
+from torchshard.testing import capture, largest
 from torchshard.weights.materialize import local_state
 
 
@@ -58,7 +56,7 @@ def _step(
         made = lockstep.run([p.forward for p in parts], values, record)
         count = len(parts[0].given)
         arguments = [
-            [*results[count:], *(_cotangent(r, i) for i, r in enumerate(results[:count]) if parts[0].given[i])]
+            [*results[count:], *(cotangent(r, i) for i, r in enumerate(results[:count]) if parts[0].given[i])]
             for results in made
         ]
         gradients: Any = lockstep.run([p.backward for p in parts], arguments, record)
@@ -73,10 +71,9 @@ def sent(module: fx.GraphModule) -> list[str]:
 def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[float, list[Partition]]:
     """The largest difference of results and gradients between autograd and the graphs of the step."""
     case = captured_case(name)
-    made = planned_as(case.captured, case.model, CASES[name].plan, world)
+    made = case.plan(CASES[name].plan, world).program
     if recompute:
-        aim = objective(None, device="cpu", recompute=recompute)
-        made = planned_as(case.captured, case.model, made.plan, world, aim)
+        made = case.plan(made.plan, world, recompute=recompute).program
     graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
     torch.manual_seed(3)
     run = Run(graphs, _states(made, case.model), call, mesh=made.mesh)
@@ -116,6 +113,7 @@ WITHOUT = {"recurrent": "steps of a layer"}
 """Models without a graph of the backward."""
 
 
+@nightly("conv", "dense_moe", "fused_by_split", "gpt")
 @pytest.mark.parametrize(
     "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in CASES if n not in WITHOUT]
 )
@@ -125,6 +123,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
     assert all(sent(each.backward) == sent(parts[0].backward) for each in parts)
 
 
+@pytest.mark.nightly
 def test_a_model_without_values_takes_the_same_memory() -> None:
     """On the meta device PyTorch records no gradient of some ops, a loss among them."""
     held = []
@@ -136,6 +135,7 @@ def test_a_model_without_values_takes_the_same_memory() -> None:
     assert held[0] == held[1] and held[0]["activations"] > 0
 
 
+@pytest.mark.nightly
 def test_recordings_are_freed_with_their_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 4),), memory="1GiB")
@@ -144,172 +144,6 @@ def test_recordings_are_freed_with_their_graph() -> None:
     del plan
     gc.collect()
     assert all(ref() is None for ref in recordings)
-
-
-# --- what people do with results and gradients -----------------------------------------------------------------------
-
-
-class _Results(nn.Module):
-    """Results of all kinds: used for others, repeated, views, parameters and inputs as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.e = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(5, 4)
-        self.b.weight = self.a.weight
-        self.bn = nn.BatchNorm1d(4)
-        self.calls: Tensor
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        h = F.dropout(self.a(x), 0.4).relu()
-        y = self.bn(self.b(h)) + self.calls
-        self.calls.add_(1)
-        weight = self.a.weight
-        return {
-            "h": h,
-            "y": y,
-            "again": h,
-            "view": y.mT,
-            "x": x,
-            "weight": weight,
-            "t": weight.mT,
-            "loss": y.pow(3).sum(),
-        }
-
-
-def _gradients(model: nn.Module) -> list[Tensor | None]:
-    return [p.grad for p in model.parameters()]
-
-
-def _loss_alone(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    model(x)["loss"].backward()
-    return _gradients(model)
-
-
-def _each(name: str) -> Callable[[nn.Module, Tensor], list[Tensor | None]]:
-    def use(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-        model(x.requires_grad_())[name].pow(2).sum().backward()
-        return [*_gradients(model), x.grad]
-
-    return use
-
-
-def _all(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    sum(result.pow(2).sum() for result in model(x.requires_grad_()).values()).backward()
-    return [*_gradients(model), x.grad]
-
-
-def _changed_in_place(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    found = model(x)
-    found["y"].mul_(2)
-    found["view"][0] = 0
-    found["y"].pow(2).sum().backward()
-    return _gradients(model)
-
-
-def _hooked(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    found, seen = model(x), []
-    for name in ("h", "y", "again", "t"):
-        found[name].register_hook(lambda gradient: seen.append(gradient.clone()))
-    found["h"].retain_grad()
-    found["loss"].backward()
-    return [*_gradients(model), found["h"].grad, *seen]
-
-
-def _between_results(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    found = model(x)
-    return [*torch.autograd.grad(found["loss"], [found["h"], model.a.bias]), None]
-
-
-def _twice(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    loss = model(x)["loss"]
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return _gradients(model)
-
-
-def _of_gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """A gradient penalty: the forward runs again, with the same masks, and buffers are written to once."""
-    (gradient,) = torch.autograd.grad(model(x.requires_grad_())["loss"], x, create_graph=True)
-    gradient.square().sum().backward()
-    return [*_gradients(model), x.grad, torch.rand(2)]
-
-
-def _two_calls(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    first, second = model(x)["loss"], model(2 * x)["loss"]
-    second.backward()
-    first.backward()
-    return _gradients(model)
-
-
-def _of_each_result(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    model.eval()
-    jacobian = torch.autograd.functional.jacobian(lambda x: model(x)["y"].sum(0), x)
-    model.train()
-    return [cast(Tensor, jacobian)]
-
-
-USES = {
-    "the loss alone": _loss_alone, **{f"of {name}": _each(name) for name in ("h", "again", "view", "x", "weight", "t")},
-    "all": _all, "changed in place": _changed_in_place, "hooked": _hooked, "between results": _between_results,
-    "twice": _twice, "of gradients": _of_gradients, "two calls": _two_calls, "of each result": _of_each_result,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor], list[Tensor | None]]) -> None:
-    torch.manual_seed(0)
-    model = _Results().double()
-    sharded = ts.shard(copy.deepcopy(model), {})
-    for call in range(3):  # the first by autograd, the others by graphs
-        found = []
-        for each in (model, sharded):
-            torch.manual_seed(call)
-            each.zero_grad()
-            found.append([*use(each, torch.randn(3, 4).double()), *(b.clone() for b in each.buffers())])
-        assert [t is None for t in found[0]] == [t is None for t in found[1]]
-        for wanted, got in zip(*found, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
-    if use is not _of_each_result:
-        assert next(iter(sharded._ts_graphs)).training(None).has_graphs
-
-
-def test_changes_in_place_that_autograd_refuses_are_refused() -> None:
-    class Saved(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp()
-
-    for model in (Saved(), ts.shard(Saved(), {})):
-        for _ in range(2):
-            result = model(torch.ones(3, requires_grad=True))
-            result.mul_(2)
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                result.sum().backward()
-
-
-def _steps(rank: int) -> tuple[float, bool]:
-    """Steps of SGD: the largest difference from the unsharded model's parameters, and whether graphs ran."""
-    ts.distributed.init_process_group()
-    torch.manual_seed(0)
-    model = GPT(p=0.1).double()
-    sharded = ts.shard(copy.deepcopy(model), CASES["gpt"].plan)
-    for each in (model, sharded):
-        optimizer = torch.optim.SGD(each.parameters(), 0.1)
-        torch.manual_seed(1)
-        for step in range(4):
-            ids = torch.randint(0, 97, (2, 5 + step))
-            optimizer.zero_grad()
-            each(ids, labels=ids)["loss"].backward()
-            optimizer.step()
-    wanted, found = model.state_dict(), sharded.full_state_dict()
-    worst = largest(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-    return worst, next(iter(sharded._ts_graphs)).training(None).has_graphs
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_on_ranks(world: int) -> None:
-    for worst, has_graphs in run_ranks(_steps, world):
-        assert worst < 1e-10 and has_graphs
 
 
 # --- what runs when --------------------------------------------------------------------------------------------------
@@ -324,7 +158,7 @@ def _order(module: fx.GraphModule) -> list[str]:
 
 def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
-    made = compiled(model, {"0": "column", "1": "row", "2": "column"}, 2, (x.requires_grad_(),))
+    made = capture(model, (x.requires_grad_(),)).plan({"0": "column", "1": "row", "2": "column"}, 2).program
     backward = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0]).backward
     # the gradient of 2's input is summed behind the product for 2's weight, that of x behind those of 1 and 0
     assert _order(backward) == [
@@ -335,7 +169,7 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
 def test_a_value_is_not_kept_for_its_size() -> None:
     """A mean's backward divides by the number of elements, which forward knows."""
     model = nn.Sequential(nn.Linear(8, 8), Mean())
-    made = compiled(model, {"0": "column"}, 2, (torch.randn(4, 8),))
+    made = capture(model, (torch.randn(4, 8),)).plan({"0": "column"}, 2).program
     saved = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
     assert saved.saved[: saved.saved_tensors] == ("input_1",) and saved.saved_tensors < len(saved.saved)
 
@@ -345,133 +179,6 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
-
-
-class _Turned(nn.Module):
-    """Of its softplus PyTorch's fake gradient lies in memory otherwise than the real one, which has no view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softplus(self.linear(x)).transpose(1, 2) * self.scale
-
-
-def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
-    torch.manual_seed(0)
-    ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
-
-
-class _Image(nn.Module):
-    """Attention leaves channels last, and a convolution of another layer keeps them so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.norm, self.out = nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(8, 8)
-        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 1)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        return self.out(self.norm(self.layers[0](h).flatten(2)).transpose(1, 2)).square().mean()
-
-
-def test_groups_are_normalized_wherever_they_lie() -> None:
-    whole = {"mix": "replicate", "layers.*": "replicate"}
-    ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
-
-
-@torch.library.custom_op("tests::read", mutates_args=(), schema="(Tensor x) -> Tensor")
-def _read(x: Tensor) -> Tensor:
-    """As a kernel does that takes memory without gaps, and asks for nothing."""
-    return torch.as_strided(x, x.shape, torch.empty_like(x, memory_format=torch.contiguous_format).stride()).clone()
-
-
-_read.register_fake(lambda x: x.new_empty(x.shape))
-_read.register_autograd(lambda ctx, grad: grad)
-
-
-class _Transposed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).transpose(1, 2)
-
-
-class _Kernel(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.tests.read(x.contiguous())
-
-
-def test_a_kernel_gets_contiguous_memory() -> None:
-    """What is recorded of one layer does not know how the values of another lie."""
-    model = nn.Sequential(_Transposed(), _Kernel(), nn.Linear(4, 8))
-    ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
-
-
-@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
-def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> None:
-    """Of an upsampling that is the last op of a part, the last nodes recorded are erased."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2, mode=mode))
-    x = torch.randn(2, 3, 6, 6)
-    plan = ts.plan(model, {"0": "column"}, world_size=2, example_inputs=(x,))
-    assert "\nbackward" in ts.explain(plan, level="step")
-    ts.check(model, plan, world_size=2, example_inputs=(x,)).raise_on_error()
-
-
-def test_an_op_that_writes_what_its_gradient_is_of() -> None:
-    """`rrelu` leaves its noise in an operand, which is saved for the backward."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)).train()
-    ts.check(model, {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
-
-
-class _Narrow(nn.Module):
-    """What passes from layer to layer is in float32 always."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.float()
-        for layer in self.layers:
-            x = x + layer(x.to(layer.weight.dtype)).tanh().float()
-        return x
-
-
-def test_a_graph_of_the_backward_is_widened_too() -> None:
-    torch.manual_seed(0)
-    ts.check(_Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
-
-
-class _Gated(nn.Module):
-    """Layers that each split what they multiply."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            gate, up = layer(x).chunk(2, dim=-1)
-            x = x + up * F.silu(gate)
-        return x
-
-
-def test_what_layers_split_is_kept_for_each() -> None:
-    torch.manual_seed(0)
-    model, x = _Gated().double(), torch.randn(3, 4, dtype=torch.float64)
-    sharded = ts.shard(copy.deepcopy(model), {})
-    model(x).square().sum().backward()
-    for _ in range(2):  # under autograd, and by graphs
-        sharded.zero_grad()
-        sharded(x).square().sum().backward()
-        for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-            assert torch.allclose(p.grad, own.grad, rtol=1e-12, atol=1e-14)
 
 
 class _Ordered(nn.Module):
@@ -486,7 +193,7 @@ class _Ordered(nn.Module):
 
 
 def _ordered() -> Partition:
-    made = compiled(_Ordered(), {"up": "column", "down": "row"}, 2, (torch.randn(3, 8),))
+    made = capture(_Ordered(), (torch.randn(3, 8),)).plan({"up": "column", "down": "row"}, 2).program
     return step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
 
 
@@ -508,7 +215,7 @@ def test_a_read_stays_before_a_write() -> None:
 
 
 def test_draws_are_in_the_order_of_the_recorded_memory() -> None:
-    made = compiled(nn.Dropout(0.5), {}, 1, (torch.randn(3, 5, requires_grad=True),))
+    made = capture(nn.Dropout(0.5), (torch.randn(3, 5, requires_grad=True),)).plan({}, 1).program
     run = direct(step_graphs(rank_graphs(made.graph, MeshAxis(1))[0]).forward)
     x, results = torch.randn(3, 5), []
     for given in (x, x.mT.contiguous().mT):
@@ -527,10 +234,11 @@ def _keeps_memory(begin: fx.Node) -> bool:
     return False
 
 
+@nightly("gpt")
 @pytest.mark.parametrize("name", ["gpt", "attention"])
 def test_only_memory_that_nobody_else_reads_is_taken(name: str) -> None:
     case = captured_case(name)
-    made = planned_as(case.captured, case.model, CASES[name].plan, 2)
+    made = case.plan(CASES[name].plan, 2).program
     parts = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
     begun = [n for part in (parts.forward, parts.backward) for n in part.graph.nodes if isinstance(n.target, Begin)]
     taking = [n for n in begun if n.target.in_place]
@@ -550,6 +258,7 @@ def test_memory_that_others_read_is_not_taken() -> None:
     assert [n.target.in_place for n in graph.nodes if isinstance(n.target, Begin)] == [False, False]
 
 
+@pytest.mark.nightly
 def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
     """Sizes are recorded when they are asked for, as one that is a result, behind all else."""
     sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
@@ -584,7 +293,7 @@ class _TwoUses(nn.Module):
 
 def test_a_backward_of_some_results_takes_what_the_forward_keeps() -> None:
     """Alone, it would have the view saved, which is computed again where its source is kept."""
-    local = compiled(_TwoUses(), {"up": "column"}, 2, (torch.randn(3, 12),)).local_graph_of(0)
+    local = capture(_TwoUses(), (torch.randn(3, 12),)).plan({"up": "column"}, 2).program.local_graph_of(0)
     (segment,) = (part for part in segments(local) if len(part.results) == 2)
     whole, given = step_graphs(segment.graph), (True, False)
     assert not set(step_graphs(segment.graph, given).saved) <= set(whole.saved)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, run_ranks
+from tests.helpers import nightly
+from torchshard.testing import gradient_error, largest, run_ranks
 
 aten = torch.ops.aten
 
@@ -105,15 +106,17 @@ def _errors(rank: int) -> dict[str, float]:
                 sum(result.square().sum() for result in results[-1]).backward()
             errors += [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
             errors += [(inputs[0].grad - inputs[1].grad).abs().max().item(), gradient_error(sharded, model)]
-        found[habit] = largest(errors)
+        found[habit] = largest(*errors)
     return found
 
 
+@pytest.mark.nightly
 def test_what_strides_decide_is_decided_by_the_unsharded_strides() -> None:
     for found in run_ranks(_errors, 2):
-        assert len(found) == len(HABITS) and largest(found.values()) < 1e-10, found
+        assert len(found) == len(HABITS) and largest(*found.values()) < 1e-10, found
 
 
+@nightly("a weight-{'dp': 2, 'tp': 2}-4")
 @pytest.mark.parametrize(
     ("habit", "mesh", "batch"),
     [("chunks", {"tp": 3}, 1), ("a weight", {"dp": 2, "tp": 2}, 4), ("transposed", {"dp": 2, "tp": 2}, 4)],

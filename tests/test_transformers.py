@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.compiled import compiled, planned_as
-from torchshard.capture import Captured
-from torchshard.checking.check import check_program
-from torchshard.compiler.prepare import prepared
-from torchshard.distributed.ops import OPS
+from tests.helpers import nightly
+from torchshard.testing import CapturedCall, capture
 
 WIDTH = 24
 
@@ -103,14 +100,15 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[Any, ...]], int]] = {
 """What -> (model, calls that one graph serves, ranks)."""
 
 
+@nightly(but=["attention, a mask for each head"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_graph_is_exact_for_any_batch_and_length(name: str) -> None:
     build, calls, world_size = CASES[name]
     torch.manual_seed(0)
     model = build()
-    made = compiled(model, "auto", world_size, calls[0])
+    made = capture(model, calls[0]).plan("auto", world_size)
     for call in calls:
-        report = check_program(model, made, made.graph, call, {})
+        report = made.call(*call).check()
         assert report.ok, str(report)
 
 
@@ -127,18 +125,17 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, int]]] = {
 
 
 @functools.cache
-def _captured_stack(kind: str) -> tuple[nn.Module, Captured]:
+def _captured_stack(kind: str) -> CapturedCall:
     """A stack on the meta device, captured once for any number of ranks."""
     build, inputs, _ = STACKS[kind]
     with torch.device("meta"):
         model, x = build(), torch.empty(8, 128, 256).requires_grad_()
-    return model, prepared(model, (x,) * inputs)
+    return capture(model, (x,) * inputs)
 
 
+@nightly(but=["encoder-8"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("kind", STACKS)
 def test_a_layer_sends_as_much_as_megatrons(kind: str, world_size: int) -> None:
     """An all-reduce forward for each attention and feed-forward part, and one backward for each copy."""
-    model, captured = _captured_stack(kind)
-    graph = planned_as(captured, model, {}, world_size).graph.graph
-    assert Counter(OPS[n.target].name for n in graph.nodes if n.target in OPS) == STACKS[kind][2]
+    assert Counter(_captured_stack(kind).plan({}, world_size).collectives()) == STACKS[kind][2]

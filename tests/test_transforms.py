@@ -23,7 +23,8 @@ from torch.func import (
 )
 
 import torchshard as ts
-from tests.helpers import gradient_error, run_ranks
+from tests.helpers import nightly
+from torchshard.testing import gradient_error, run_ranks
 
 FEATURES, HIDDEN = 5, 8
 
@@ -80,6 +81,7 @@ BODIES: dict[str, Callable[[_Net, Tensor], Tensor]] = {
 }
 
 
+@nightly(but=["grad per sample", "jacrev", "one step of MAML", "vmap *"])
 @pytest.mark.parametrize("name", BODIES)
 def test_a_transform_in_forward_has_its_gradients(name: str) -> None:
     torch.manual_seed(0)
@@ -107,6 +109,7 @@ def test_gradients_of_gradients(activation: str, body: str) -> None:
     assert report.ok, str(report)
 
 
+@nightly("of a gradient")
 @pytest.mark.parametrize(
     "body",
     [
@@ -156,6 +159,7 @@ def _trained(rank: int) -> dict[str, float]:
     return worst
 
 
+@pytest.mark.nightly
 def test_batches_vary() -> None:
     for worst in run_ranks(_trained, 2):
         assert max(worst.values()) < 1e-10, worst

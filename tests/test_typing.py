@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
+import pytest
 from mypy import api
-
-from torchshard.planner.styles import WORDS, StyleWord
-from torchshard.plans.machine import MACHINES, MachineName
 
 RIGHT = """
 import torch
@@ -32,6 +29,7 @@ WRONG = {
 }
 
 
+@pytest.mark.nightly
 def test_typos_are_type_errors(tmp_path: Path) -> None:
     file, lines = tmp_path / "user.py", RIGHT.splitlines()
     file.write_text("\n".join([*lines, *WRONG]) + "\n")
@@ -40,9 +38,3 @@ def test_typos_are_type_errors(tmp_path: Path) -> None:
     assert errors.keys() == {len(lines) + 1 + i for i in range(len(WRONG))}, text
     for line, expected in zip(sorted(errors), WRONG.values(), strict=True):
         assert expected in errors[line], errors[line]
-
-
-def test_the_words_that_type_checkers_know_are_those_that_are_read() -> None:
-    words, _ = get_args(StyleWord)
-    assert set(get_args(words)) == set(WORDS) - {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
-    assert set(get_args(MachineName)) == set(MACHINES)

@@ -6,18 +6,12 @@ import array
 import configparser
 import contextvars
 import dataclasses
-import importlib.util
-import itertools
-import json
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -27,12 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, largest, refused, run_ranks
-from torchshard.capture import Watch
-from torchshard.capture.attributes import attributes
-from torchshard.capture.visible import visible_to
-from torchshard.capture.watch import ObjectNumbers
-from torchshard.core.user_files import is_user_file
+from tests.helpers import nightly
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 SCALE = 1.0
@@ -133,17 +122,18 @@ def pair() -> Iterator[tuple[Any, Any]]:
     SCALE, _Sees.factor, _Sees.forward = 1.0, 1.0, forward  # type: ignore[method-assign]
 
 
+@nightly("a dict in an object", "a global", "a list", "a set")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     model, sharded = pair
     before = sharded(X)
-    assert torch.equal(before, model(X)) and sharded._ts_graphs.captures == 1
+    assert torch.equal(before, model(X)) and sharded.captures == 1
     CHANGES[change](sharded)
     if torch.equal(model(X), before):
         CHANGES[change](model)  # it has one of its own
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected), change
-    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2 and torch.equal(sharded(X), expected) and sharded.captures == 2
 
 
 # --- code, and less common holders of values -------------------------------------------------------------------------
@@ -417,6 +407,19 @@ def own_process_group() -> Iterator[None]:
     ts.distributed.destroy_process_group()
 
 
+@nightly(
+    "a global behind a decorator",
+    "a layer that is no submodule",
+    "a partial's keywords",
+    "a value of a weak dict",
+    "an array of a subclass",
+    "an attribute of a function",
+    "an attribute that hides a base's",
+    "what a dict's method reads",
+    "what a method reads by getattr",
+    "what is referenced weakly",
+    "which of two objects",
+)
 @pytest.mark.parametrize("kind", HELD)
 def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group: None, monkeypatch: Any) -> None:
     monkeypatch.setenv("FACTOR", "2")
@@ -434,7 +437,7 @@ def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group
     change()
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected)
-    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
+    assert sharded.captures == 2 and torch.equal(sharded(X), expected) and sharded.captures == 2
 
 
 class _ReadsGlobal:
@@ -493,212 +496,7 @@ def test_what_the_class_of_an_argument_holds_counts(scale: Any, own_process_grou
     monkeypatch.setattr(_ReadsGlobal, "factor", 3.0)
     assert torch.equal(sharded(X, scale), model(X, scale))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
-    assert torch.equal(sharded(X, scale), model(X, scale)) and sharded._ts_graphs.captures == 3
-
-
-def test_what_a_module_argument_holds_counts(own_process_group: None) -> None:
-    model, scales = _Applies(), _Scales()
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X, scales))
-    scales.factor = 3.0
-    assert torch.equal(sharded(X, scales), model(X, scales))
-
-
-class _Scaling:
-    """A hook that is an object."""
-
-    def __init__(self) -> None:
-        self.factor = 2.0
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * self.factor
-
-
-def _hook_by_factor(factors: list[float], module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output * factors[0]
-
-
-@pytest.mark.parametrize(
-    ("held", "read", "change"),
-    [
-        (held := [2.0], lambda held, x: x * held[0], partial(held.insert, 0, 3.0)),
-        ([one := _Slots(2.0)], lambda held, x: x * held[0].value, _set(one, "value", 3.0)),
-        ((one := _Slots(2.0),), lambda held, x: x * held[0].value, _set(one, "value", 3.0)),
-        (numbers := {2.0}, lambda held, x: x * sum(held), partial(numbers.add, 3.0)),
-        ({"mask": (mask := torch.ones(8))}, lambda held, x: x * held["mask"], partial(mask.fill_, 3.0)),
-        (_Slots(mask := torch.ones(8)), lambda held, x: x * held.value, partial(mask.fill_, 3.0)),
-    ],
-    ids=["list", "list of objects", "tuple of objects", "set", "dict of tensors", "object with a tensor"],
-)
-def test_what_a_model_holds_is_shared_with_the_original(
-    held: Any, read: Any, change: Any, own_process_group: None
-) -> None:
-    model = _Applies()
-    model.held, model.body = held, lambda x: x  # type: ignore[assignment]
-    model.down.register_forward_pre_hook(lambda module, args: read(module.held, args[0]))
-    model.down.held = held  # type: ignore[assignment]
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    before = model(X)
-    assert torch.equal(sharded(X), before)
-    change()
-    expected = model(X)
-    assert not torch.equal(expected, before) and torch.equal(sharded(X), expected)
-
-
-@pytest.mark.parametrize(
-    ("hook", "change"),
-    [
-        (hook := _Scaling(), _set(hook, "factor", 3.0)),
-        (partial(_hook_by_factor, factors := [2.0]), partial(factors.insert, 0, 3.0)),
-    ],
-    ids=["object", "partial"],
-)
-def test_what_a_hook_holds_is_shared_with_the_original(hook: Any, change: Any, own_process_group: None) -> None:
-    model = _Applies(torch.relu)
-    model.up.register_forward_hook(hook)
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    change()
-    assert torch.equal(sharded(X), model(X))
-
-
-def test_a_list_of_the_models_own_tensors_is_copied(own_process_group: None) -> None:
-    model = _Applies(torch.relu)
-    model.weights = [model.up.weight, model.down.weight]  # type: ignore[assignment]
-    sharded, before = ts.shard(model, {"up": "column", "down": "row"}, (X,)), model(X)
-    with torch.no_grad():
-        model.up.weight.zero_()
-    assert torch.equal(sharded(X), before)
-
-
-def test_equal_functions_that_are_made_anew_need_no_new_graph(own_process_group: None) -> None:
-    HOLDER.value = [_times(2.0)]
-    sharded = ts.shard(_Applies(lambda x: HOLDER.value[0](x)), {"up": "column", "down": "row"}, (X,))
-    for _ in range(3):
-        HOLDER.value = [_times(2.0)]
-        sharded(X)
-        sharded(X, TRAINER.scaled)
-    assert sharded._ts_graphs.captures == 2
-
-
-def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_process_group: None) -> None:
-    model, trainer = _Applies(torch.relu), _Trainer()
-    model.up.register_forward_hook(trainer.hook)
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    for trainer.step in range(3):
-        assert torch.equal(sharded(X), model(X))
-    assert sharded._ts_graphs.captures == 1
-    trainer.factor = 3.0
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
-
-
-class _Counts:
-    """A class that holds values."""
-
-    factor, step = 2.0, 0
-
-
-def test_of_a_class_that_code_mentions_only_what_code_reads_counts(
-    own_process_group: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = _Applies(lambda x: x * _Counts.factor)
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    for step in range(3):
-        monkeypatch.setattr(_Counts, "step", step)
-        assert torch.equal(sharded(X), model(X))
-    assert sharded._ts_graphs.captures == 1
-    monkeypatch.setattr(_Counts, "factor", 3.0)
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
-
-
-class _Collector:
-    """Its method is a hook that keeps an activation."""
-
-    def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        self.kept = output
-
-
-def test_a_capture_leaves_nothing_in_the_object_behind_a_hook(own_process_group: None) -> None:
-    model, collector = _Applies(torch.relu), _Collector()
-    model.up.register_forward_hook(collector.hook)
-    assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model.down(torch.relu(model.up(X))))
-    del collector.kept
-    ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    assert not hasattr(collector, "kept")
-
-
-def test_hooks_on_all_modules_are_told_apart_by_what_they_hold(own_process_group: None) -> None:
-    def scales(factor: float) -> Callable[..., Tensor | None]:
-        return lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None
-
-    model = _Applies(torch.relu)
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
-    for factor in (2.0, 3.0):
-        handle = nn.modules.module.register_module_forward_hook(scales(factor))
-        try:
-            assert torch.equal(sharded(X), model(X))
-        finally:
-            handle.remove()
-
-
-ENDLESS, CONSTANT = itertools.cycle([1.0, 2.0]), itertools.repeat(2.0)
-
-
-def test_an_iterator_that_forward_advances_is_state() -> None:
-    with pytest.raises(ts.CaptureError, match="keeps state"):
-        ts.shard(_Applies(lambda x: x * next(ENDLESS)), {}, example_inputs=(X,))
-    ts.distributed.destroy_process_group()
-
-
-def test_an_iterator_whose_values_are_equal_may_be_read(own_process_group: None) -> None:
-    model = _Applies(lambda x: x * next(CONSTANT))
-    assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model(X))
-
-
-def _states_after_changes(rank: int) -> list[int]:
-    watch, numbers = Watch(_Applies(lambda x: HOLDER.value(x))), []
-    for value in (torch.relu, torch.tanh, torch.relu, _times(2.0), _times(3.0), _times(2.0), _Doubles(), _Triples()):
-        HOLDER.value = value
-        numbers.append(watch.state())
-    return numbers
-
-
-def test_all_ranks_number_functions_alike() -> None:
-    first, second = run_ranks(_states_after_changes, 2)
-    assert first == second == [1, 2, 1, 3, 4, 3, 5, 6]
-
-
-def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
-    model, sharded = pair
-    model.config.scale = 3.0
-    assert sharded.config is model.config and torch.equal(sharded(X), model(X))
-    model.config.scale = 1.0
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
-
-
-def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in visible_to(_Sees(_Config())).functions()}
-    assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
-    assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
-
-
-def test_states_are_numbered_as_they_appear() -> None:
-    model = _Sees(_Config())
-    watch = Watch(model)
-    for scale, number in ((1.0, 0), (2.0, 1), (1.0, 0), (3.0, 2), (3.0, 2), (True, 3)):
-        model.config.scale = scale
-        assert watch.state() == number
-    assert watch.latest_change == "config.scale"
-
-
-def test_function_arguments_are_distinguished_by_their_behaviour() -> None:
-    class Applies(nn.Module):
-        def forward(self, x: Tensor, f: Any) -> Tensor:
-            return f(x)
-
-    sharded = ts.shard(Applies(), {})
-    for factor in (2.0, 3.0, 2.0, 3.0):
-        assert torch.equal(sharded(X, lambda x: x * factor), X * factor)  # noqa: B023
-    assert sharded._ts_graphs.captures == 2
-    ts.distributed.destroy_process_group()
+    assert torch.equal(sharded(X, scale), model(X, scale)) and sharded.captures == 3
 
 
 # --- what one kind of call leaves for another ------------------------------------------------------------------------
@@ -769,244 +567,3 @@ def test_a_global_that_forward_counts_up_is_state() -> None:
         ts.shard(_TwoKinds(_counts, lambda m: 0.0), {}, example_inputs=(X, True))
     assert before == SCALE
     ts.distributed.destroy_process_group()
-
-
-# --- ranks -----------------------------------------------------------------------------------------------------------
-
-
-def _changed_on_one_rank(rank: int) -> list[bool]:
-    ts.distributed.init_process_group()
-    torch.manual_seed(0)
-    sharded = ts.shard(_Sees(_Config()), {"up": "column"}, example_inputs=(X,))
-    sharded.config.scale = 2.0 if rank else 1.0
-    found = [refused(lambda: sharded(X), "changed last: config.scale", ts.InputError)]
-    sharded.config.scale = 3.0 + rank
-    found.append(refused(lambda: sharded(X), "the attributes and globals that forward reads", ts.InputError))
-    sharded.config.scale = 1.0
-    return [*found, sharded(X) is not None]
-
-
-def test_a_change_on_one_rank_is_an_error_on_all() -> None:
-    assert run_ranks(_changed_on_one_rank, 2) == [[True] * 3] * 2
-
-
-def test_objects_are_numbered_and_not_kept_alive() -> None:
-    numbers, first, second = ObjectNumbers(), torch.ones(1), object()
-    assert [numbers.of(value) for value in (first, second, first)] == [0, 1, 0]
-    gone = weakref.ref(first)
-    del first
-    assert gone() is None and numbers.of(torch.ones(1)) == 2
-
-
-class _Scaled(nn.Module):
-    """Reads an array of its configuration."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.config = SimpleNamespace(scale=np.arange(4, dtype=np.float32).reshape(1, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x) * torch.from_numpy(self.config.scale))
-
-
-def test_an_array_of_equal_bytes_and_another_shape_is_another_value() -> None:
-    ts.distributed.init_process_group()
-    model, x = _Scaled(), torch.randn(4, 4)
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (x,))
-    assert torch.equal(sharded(x), model(x))
-    model.config.scale = model.config.scale.reshape(4, 1)
-    assert torch.equal(sharded(x), model(x))
-
-
-# --- what a class computes when it is read ---------------------------------------------------------------------------
-
-
-class _Registry(OrderedDict[str, type[nn.Module]]):
-    """Makes a new module at each read, as transformers' `ACT2FN` does."""
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)()
-
-
-ACTIVATIONS = _Registry(relu=nn.ReLU, tanh=nn.Tanh)
-
-
-def _error_beside(sharded: nn.Module, model: nn.Module) -> float:
-    """The largest difference of the output and of every gradient."""
-    inputs = X.double().requires_grad_(), X.double().requires_grad_()
-    outputs = sharded(inputs[0]), model(inputs[1])
-    for output in outputs:
-        output.square().sum().backward()
-    assert inputs[0].grad is not None and inputs[1].grad is not None
-    differences = (outputs[0] - outputs[1], inputs[0].grad - inputs[1].grad)
-    return largest([*(one.abs().max().item() for one in differences), gradient_error(sharded, model)])
-
-
-@pytest.mark.parametrize("registry", [ACTIVATIONS, MappingProxyType(ACTIVATIONS)], ids=["dict", "read-only view"])
-def test_a_registry_that_makes_modules_is_left_as_it_is(registry: Any, own_process_group: None) -> None:
-    before = dict(OrderedDict.items(ACTIVATIONS))
-    model = _Applies(lambda x: registry["relu"](x)).double()
-    model.registry = registry
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
-    assert _error_beside(sharded, model) < 1e-10
-    assert dict(OrderedDict.items(ACTIVATIONS)) == before == {"relu": nn.ReLU, "tanh": nn.Tanh}
-    OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.Tanh)
-    try:
-        assert _error_beside(sharded, model) < 1e-10 and sharded._ts_graphs.captures == 3
-    finally:
-        OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.ReLU)
-
-
-READS_OF_CLASSES: list[str] = []
-
-
-def _noting(base: type, name: str) -> Any:
-    def read(self: Any, *args: Any) -> Any:
-        READS_OF_CLASSES.append(f"{type(self).__name__}.{name}")
-        return getattr(base, name)(self, *args)
-
-    return read
-
-
-def _touchy(base: type, *names: str) -> type:
-    """A class that notes each call of its methods, which may compute, count or raise."""
-    noted = [name for name in ("__iter__", "__len__", "__getitem__", "__contains__", *names) if hasattr(base, name)]
-    body = {name: _noting(base, name) for name in noted}
-    return type(f"_Touchy{base.__name__.title()}", (base,), {**body, "__reduce_ex__": _itself})
-
-
-def _itself(self: Any, protocol: int) -> Any:
-    """How `copy.deepcopy` copies it: not at all."""
-    return partial(_the, self), ()
-
-
-def _the(value: Any) -> Any:
-    return value
-
-
-class _Computes:
-    """Has attributes that are computed when they are read."""
-
-    __slots__ = ("__dict__", "empty", "kept")
-
-    def __init__(self) -> None:
-        self.kept, self.other = 2.0, 3.0
-
-    shape = property(_noting(object, "shape"))
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("__"):
-            READS_OF_CLASSES.append(name)
-        raise AttributeError(name)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself(self, protocol)
-
-
-_OF_DICTS = ("keys", "values", "items", "get", "update", "__setitem__", "__delitem__")
-TOUCHY = [
-    *(_touchy(base, *_OF_DICTS)({"a": 1.0}) for base in (dict, OrderedDict, UserDict, ChainMap)),
-    _touchy(defaultdict, *_OF_DICTS, "__missing__")(list, a=1.0),
-    *(_touchy(base, "append", "clear", "extend")([1.0]) for base in (list, deque)),
-    _touchy(tuple)((1.0,)),
-    _touchy(set, "clear", "update")({1.0}),
-    _Computes(),
-]
-
-
-@pytest.mark.parametrize("value", TOUCHY, ids=lambda value: type(value).__name__)
-def test_no_code_of_a_class_runs_because_an_object_is_looked_at(value: Any, own_process_group: None) -> None:
-    model = _Applies(lambda x: torch.relu(x) if value is not None else x).double()
-    model.value = model.up.value = value
-    READS_OF_CLASSES.clear()
-    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
-    assert _error_beside(sharded, model) < 1e-10 and not READS_OF_CLASSES
-
-
-# --- which code is the user's ----------------------------------------------------------------------------------------
-
-_LIBRARY = """
-import torch
-from torch import nn
-
-SETTINGS = {"scale": 1.0}
-_FACTOR = [SETTINGS, SETTINGS]
-
-class Layer(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * SETTINGS["scale"] * _FACTOR[0]["scale"]
-"""
-
-
-def _metadata(folder: Path, name: str, files: str = "", **texts: str) -> None:
-    """Writes what a package manager leaves of a distribution in a folder of `sys.path`."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    for file, text in {"METADATA": f"Name: {name}\n", "RECORD": files, **texts}.items():
-        (info / file.replace("_json", ".json")).write_text(text)
-
-
-def _editable(tmp_path: Path) -> dict[str, str]:
-    origin = {"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}}
-    return {"direct_url_json": json.dumps(origin)}
-
-
-def _in_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "A-library", "a_library/__init__.py,,\na_library/deep/layers.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))  # as PYTHONPATH, and a .pth file in a site folder, do
-    return tmp_path
-
-
-def _in_another_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return tmp_path / "dist-packages"
-
-
-def _editable_and_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "needs-it", METADATA="Name: needs-it\nRequires-Dist: A_Library (>=1) ; extra == 'x'\n")
-    return _editable_project(tmp_path, monkeypatch)
-
-
-def _editable_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "A-library", **_editable(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path / "checkout" / "src"
-
-
-def _beside_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    _metadata(tmp_path, "another", "another/__init__.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def _script_in_a_librarys_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = _editable_and_required(tmp_path, monkeypatch).parent / "examples"
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("install", "is_users"),
-    [
-        (_in_target, False),
-        (_in_another_site, False),
-        (_editable_and_required, False),
-        (_editable_project, True),
-        (_beside_installed_ones, True),
-        (_script_in_a_librarys_repository, True),
-    ],
-)
-def test_a_library_is_one_wherever_it_is_installed(
-    install: Any, is_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder: Path = install(tmp_path, monkeypatch) / "a_library" / "deep"
-    folder.mkdir(parents=True)
-    path = folder / "layers.py"
-    path.write_text(_LIBRARY)
-    spec = importlib.util.spec_from_file_location("a_library.deep.layers", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "a_library.deep.layers", module)
-    spec.loader.exec_module(module)
-    held = [one for one in visible_to(nn.Sequential(module.Layer(2, 2))).namespaces if one.owner is module.SETTINGS]
-    assert is_user_file(str(path)) is bool(held) is is_users

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
-from torchshard.weights.lazy import LazyTensor, values_of
+from tests.helpers import nightly, refused
+from torchshard.testing import on_ranks, run_ranks
 
 
 def _allocated(run: Callable[[], object]) -> tuple[int, int]:
@@ -49,6 +49,7 @@ def _shards(rank: int, plan: Any) -> tuple[float, float]:
     return most / own, left / own
 
 
+@nightly("3-*")
 @pytest.mark.parametrize("plan", ["auto", {"*.0": "column", "*.2": "row"}], ids=["auto", "dict"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_to_shard_takes_the_memory_of_the_slices_alone(plan: Any, world: int) -> None:
@@ -203,7 +204,7 @@ def test_a_lazy_model_gets_the_values_of_the_model_bit_for_bit(kind: str) -> Non
     model, lazy = _both(BUILT[kind])
     expected, given = _named(model), _named(lazy)
     state = torch.get_rng_state()
-    values = values_of([tensor for tensor in given.values() if isinstance(tensor, LazyTensor)])
+    values = {id(t): t.value() for t in given.values() if hasattr(t, "value")}
     assert torch.equal(torch.get_rng_state(), state)
     assert given.keys() == expected.keys() and values
     for name, tensor in given.items():
@@ -234,7 +235,7 @@ def test_models_that_are_built_one_after_the_other() -> None:
     with ts.lazy():
         later = nn.Linear(3, 3)
     lazies = [lazy_first, lazy_second, seeded, later]
-    values = [values_of([model.weight])[id(model.weight)] for model in lazies]  # type: ignore[list-item]
+    values = [model.weight.value() for model in lazies]
     expected = [first.weight, second.weight, first.weight]
     assert all(torch.equal(value, weight) for value, weight in zip(values, expected, strict=False))
     assert len({tuple(value.flatten().tolist()) for value in (*values[1:], drawn)}) == 4
@@ -280,6 +281,7 @@ def _shards_lazily(rank: int, kind: str) -> list[bool]:
     ]
 
 
+@nightly(but=["2-tied"])
 @pytest.mark.parametrize("kind", ["llama", "tied"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_rank_gets_its_slices_of_a_lazy_model(kind: str, world: int) -> None:
@@ -302,13 +304,10 @@ def test_to_shard_a_lazy_model_takes_the_slices_and_one_parameter() -> None:
         assert -0.02 * largest < beyond < 1.1 * largest
 
 
-def _differs(rank: int) -> bool:
+@on_ranks(2)
+def test_lazy_models_that_differ_between_the_ranks_are_refused(rank: int) -> None:
     ts.distributed.init_process_group()
     torch.manual_seed(rank)
     with ts.lazy():
         model = _blocks()
-    return refused(lambda: ts.shard(model, "auto", (torch.ones(4, 256),)), "the ranks hold different models")
-
-
-def test_lazy_models_that_differ_between_the_ranks_are_refused() -> None:
-    assert run_ranks(_differs, 2) == [True, True]
+    assert refused(lambda: ts.shard(model, "auto", (torch.ones(4, 256),)), "the ranks hold different models")

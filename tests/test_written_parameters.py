@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import gradient_error, run_ranks
+from torchshard.testing import gradient_error, run_ranks
 
 SPLIT = {"up": "column", "down": "row"}
 
@@ -147,6 +147,7 @@ def _trains(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.nightly
 def test_slices_of_written_parameters_hold_what_the_unsharded_model_has() -> None:
     for found in run_ranks(_trains, 2):
         assert all(error < 1e-10 for error in found.values()), found

@@ -116,10 +116,10 @@ def capture(
     shapes = [_dynamic_dims(name, tensor, left) if dynamic else frozenset() for name, tensor in call.named_tensors]
     if repeating:
         try:
-            return _captured(model, call, shapes, divided, repeating=True)
+            return captured_flat(model, call, shapes, divided, repeating=True)
         except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
             log.info("each layer is traced: %s", error)
-    return _captured(model, call, shapes, divided, repeating=False)
+    return captured_flat(model, call, shapes, divided, repeating=False)
 
 
 def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> frozenset[int]:
@@ -127,7 +127,7 @@ def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> 
     return frozenset(range(tensor.ndim)) - {left[name]} if name in left else DYNAMIC_DIMS & set(range(tensor.ndim))
 
 
-def _captured(
+def captured_flat(
     model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)

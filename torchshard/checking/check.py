@@ -221,7 +221,7 @@ def check_program(
         by_graphs: whether to compare the graphs that replace this one, too: the graph of calls
             without gradients and, in training, the graphs of forward and backward.
     """
-    trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
+    trial, graph = trial_of(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
         graphs = lockstep.rank_graphs(graph, compiled.axis, compiled.batches)
         sides = _Sides(_expected(trial), graph, graphs, compiled, by_graphs)
@@ -252,7 +252,7 @@ def _telling_of_dtype(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _trial(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:
+def trial_of(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:
     call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
     return Trial(model, captured, call, rng_states((*model.parameters(), *call.tensors)))
 
@@ -340,7 +340,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwa
     try:
         wide, args, kwargs = in_dtype(copy_model(model), args, kwargs, torch.float64)
         captured = prepared(wide, args, kwargs)
-        trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
+        trial, tolerance = trial_of(wide, captured, args, kwargs), tolerance_of(captured.graph)
         with keeping_rng_states(trial.tensors):
             comparisons = _comparisons(trial, trial.unsharded(), trial.whole(), {}, tolerance)
     except Exception as error:  # a model that refuses this dtype

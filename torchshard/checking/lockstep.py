@@ -170,7 +170,7 @@ def _all_arrived(waiting: Mapping[int, Request], *, by_kernels: bool) -> dict[in
     for (_, size), members in groups.items():
         if len(members) == size:
             numbers = [members[rank] for rank in range(size)]
-            made = _run_collective([waiting[n] for n in numbers], by_kernels=by_kernels)
+            made = run_collective([waiting[n] for n in numbers], by_kernels=by_kernels)
             results |= zip(numbers, made, strict=True)
     return results
 
@@ -238,7 +238,7 @@ def _stepwise(node: fx.Node, steps: Computation) -> Generator[Request, Tensor | 
         result = yield Request(node, op, args)
 
 
-def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequence[Tensor]:
+def run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequence[Tensor]:
     """Runs the collective that all ranks have arrived at; returns each rank's result."""
     node, op, args, in_place = requests[0]
     # the first argument is the rank's tensor; the last is its group, with a different simulated
@@ -266,7 +266,7 @@ def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequenc
     sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
     if sends:
         _check_all_take_part(node, [t.requires_grad for t in tensors])
-    return _Conversion.apply(node if sends else None, *source_and_target(row.name, args[1:]), *tensors)
+    return SimulatedConversion.apply(node if sends else None, *source_and_target(row.name, args[1:]), *tensors)
 
 
 def _common(request: Request) -> list[Argument]:
@@ -299,13 +299,13 @@ def _check_all_take_part(node: fx.Node, takes_part: Sequence[bool]) -> None:
         )
 
 
-class _Conversion(torch.autograd.Function):
+class SimulatedConversion(torch.autograd.Function):
     """One conversion on all ranks, by the definition of the layouts."""
 
     @staticmethod
     def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
-        """Converts; `node` is given if the backward of the conversion communicates."""
-        results = _convert(pieces, source, target)
+        """Converts. `node` is None if the backward of the conversion does not communicate."""
+        results = convert(pieces, source, target)
         ctx.node, ctx.layouts = node, (source, target)
         ctx.likes = [torch.empty_like(result, device="meta") for result in results]
         ctx.set_materialize_grads(False)  # a missing gradient must be seen: on real ranks it would be a hang
@@ -322,10 +322,10 @@ class _Conversion(torch.autograd.Function):
         full = []
         for grad, like in zip(grads, ctx.likes, strict=True):
             full.append(torch.zeros_like(like, device=devices[0]) if grad is None else grad)
-        return (None, None, None, *_convert(full, dual(target), dual(source)))
+        return (None, None, None, *convert(full, dual(target), dual(source)))
 
 
-def _convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
+def convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
     whole, world = join(pieces, source), len(pieces)
     # a copy keeps its operand's memory format; received data are contiguous
     lies = torch.preserve_format if is_whole(source) and is_whole(target) else torch.contiguous_format

@@ -45,7 +45,7 @@ NOISE_TRIALS = 4
 """The number of runs, per kind of nudge, that measure the unsharded graph's rounding noise."""
 
 
-def _cotangent(output: Tensor, index: int) -> Tensor:
+def cotangent(output: Tensor, index: int) -> Tensor:
     """A fixed random gradient of an output.
 
     Its seed is one that users would not choose for inputs: a gradient equal to the input hides
@@ -84,7 +84,7 @@ def _own_cotangent(output: Tensor, number: int, shardings: Sequence[Sharding], p
     for axis, layout in sharding:
         assert isinstance(layout, Shard), sharding
         shape[layout.dim] *= axis.size
-    return sharding.local(_cotangent(output.new_empty(shape), number), place)
+    return sharding.local(cotangent(output.new_empty(shape), number), place)
 
 
 def output_shardings(local: fx.GraphModule, mesh: Mesh) -> list[Sharding]:

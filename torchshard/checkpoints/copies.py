@@ -17,22 +17,24 @@ class Copies:
     """A queue of copied tensors; `put` blocks while the copies use too much memory."""
 
     def __init__(self, most_bytes: float) -> None:
-        self._most, self._held = most_bytes, 0
+        self._most, self.held_bytes = most_bytes, 0
         self._tensors: deque[tuple[str, Tensor] | InputError | None] = deque()
-        self._changed, self._is_closed = threading.Condition(), False
+        self.changed, self._is_closed = threading.Condition(), False
 
     def put(self, name: str, tensor: Tensor) -> None:
         """Copies a tensor to the CPU when it fits; one over the limit waits for an empty queue."""
         bytes_ = tensor.numel() * tensor.itemsize
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or not self._held or self._held + bytes_ <= self._most)
+        with self.changed:
+            self.changed.wait_for(
+                lambda: self._is_closed or not self.held_bytes or self.held_bytes + bytes_ <= self._most
+            )
             if self._is_closed:
                 return
-            self._held += bytes_
+            self.held_bytes += bytes_
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
-        with self._changed:
+        with self.changed:
             self._tensors.append((name, copied))
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
@@ -45,21 +47,21 @@ class Copies:
         self._end(None)
 
     def _end(self, failure: InputError | None) -> None:
-        with self._changed:
+        with self.changed:
             self._tensors.append(failure)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def close(self) -> None:
-        """Makes `put` return at once, because the consumer has stopped."""
-        with self._changed:
+        """Nobody takes any more: `put` returns at once."""
+        with self.changed:
             self._is_closed = True
             self._tensors.clear()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: bool(self._tensors))
+            with self.changed:
+                self.changed.wait_for(lambda: bool(self._tensors))
                 entry = self._tensors.popleft()
             if entry is None:
                 return
@@ -68,6 +70,6 @@ class Copies:
             bytes_ = entry[1].numel() * entry[1].itemsize
             yield entry
             del entry
-            with self._changed:
-                self._held -= bytes_
-                self._changed.notify_all()
+            with self.changed:
+                self.held_bytes -= bytes_
+                self.changed.notify_all()

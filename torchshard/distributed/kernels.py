@@ -82,7 +82,7 @@ def start(
     if not announces(group):
         device = x.device if eager else None
         verify_following_call(group, lambda: _signature(kernel, x.dtype, x.shape, source, target), of, eager=device)
-    made = _KERNELS[kernel](x, source, target, group)
+    made = KERNELS[kernel](x, source, target, group)
     if isinstance(made, Tensor):
         return Pending(lambda: made)
     if group.memory is not None:
@@ -93,7 +93,7 @@ def start(
 def own_part(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
     """Runs a conversion's kernel: returns the result, or an exchange that computes it."""
     source, target = with_parts(source, target, x.shape, group.size)
-    return _KERNELS[kernel](x, source, target, group)
+    return KERNELS[kernel](x, source, target, group)
 
 
 def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
@@ -420,7 +420,7 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-_KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Tensor | Exchange]] = {
+KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Tensor | Exchange]] = {
     "none": _none,
     "all_reduce": _all_reduce,
     "all_reduce_": _all_reduce_in_place,

@@ -102,7 +102,7 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> li
         raise DistributedError(f"{fn!r} can't be called", where="launch(fn, nprocs)", attempt="a function of a module")
     with TemporaryDirectory(prefix="torchshard-launch-") as folder:
         try:
-            context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
+            context = mp.spawn(_rank_main, (nprocs, free_port(), folder, fn, tuple(args)), nprocs, join=False)
         except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
             raise DistributedError(
                 f"{fn!r} and its arguments can't be sent to other processes",
@@ -132,7 +132,7 @@ def _no_result(rank: int, why: str, attempt: str) -> DistributedError:
     return DistributedError(f"rank {rank} ended without a result", where="launch", why=why, attempt=attempt)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class _World:
+class World:
     """The groups that `init_process_group` made and `destroy_process_group` ends."""
 
     owns_torch_distributed: bool
@@ -72,12 +72,10 @@ class _World:
         return bool(self.reach) and all(self.reach[rank].issuperset(ranks) for rank in ranks)
 
 
-_world: _World | None = None
-_stores: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
-"""Environment -> (the ranks' rendezvous store, rank, world size).
-
-It outlives the groups: rank 0 can't create its store again while other ranks still use it.
-"""
+_world: World | None = None
+stores: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
+"""Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: the
+store of rank 0 can't be made a second time while other ranks still use it."""
 _initialisations = itertools.count(1)
 """Numbers the names in the store, so that each is used once."""
 
@@ -152,10 +150,10 @@ def init_for_mesh(read: Callable[[], Wanted]) -> None:
 
 def _initialise(read: Callable[[], Wanted], backend: str | None, timeouts: Timeouts) -> None:
     global _world
-    _world = _World(not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    _world = World(not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ)
     try:
         if _world.owns_torch_distributed:
-            _begin(backend, timeouts, _world)
+            begin_world(backend, timeouts, _world)
         register_groups(_make_groups(read, timeouts, _world))
         atexit.register(_at_exit)
     except Exception:
@@ -175,21 +173,21 @@ def _timeouts(verify: float, start: float | None, collective: float | None) -> T
     return timeouts
 
 
-def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
+def begin_world(backend: str | None, timeouts: Timeouts, owned: World) -> None:
     """Initialises torch.distributed from torchrun's environment."""
     chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
-        os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # else other ranks wait for their own time-out
-    device = _own_gpu(chosen) if torch.cuda.is_available() else None
+        os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # else the other ranks wait until their own time is up
+    device = own_gpu(chosen) if torch.cuda.is_available() else None
     start = timedelta(seconds=timeouts.start)
     try:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
-        if place not in _stores:
+        if place not in stores:
             store, rank, world = next(dist.rendezvous("env://", timeout=start))
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # elastic restarts ranks when one fails or a machine joins
-                store = dist.PrefixStore(_common_name(store, rank, world, timeouts.start), store)
-            _stores[place] = store, rank, world
-        base, rank, world = _stores[place]
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # it starts ranks again when one fails, or a machine joins
+                store = dist.PrefixStore(common_name(store, rank, world, timeouts.start), store)
+            stores[place] = store, rank, world
+        base, rank, world = stores[place]
         store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
         if chosen == "gloo" and backend is None and world > 1:
             owned.reach = reach(store, rank, world, start)
@@ -213,8 +211,8 @@ def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
         ) from error
 
 
-def _common_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
-    """Agrees on a name that is new, and the same on all ranks.
+def common_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
+    """A name that no ranks have had before, the same on all.
 
     After an elastic restart, the store is the earlier ranks' and contains their addresses. Rank 0
     creates the name, and sends it to the ranks present, repeatedly until all have answered: an
@@ -238,8 +236,8 @@ def _common_name(store: dist.Store, rank: int, world: int, seconds: float) -> st
     return own
 
 
-def _own_gpu(backend: str) -> torch.device | None:
-    """Makes this process's GPU the current one; returns it for NCCL, which otherwise guesses it.
+def own_gpu(backend: str) -> torch.device | None:
+    """Makes this process's GPU the current one; returns it for NCCL, which else would guess it.
 
     Raises:
         DistributedError: NCCL requires one GPU per process, and this process has none.
@@ -258,11 +256,8 @@ def _own_gpu(backend: str) -> torch.device | None:
     return device if uses_nccl else None
 
 
-def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) -> dict[str, Group]:
-    """Creates this process's model-parallel group, and its data-parallel group.
-
-    The data-parallel group contains the ranks at the same position in each model-parallel group.
-    """
+def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: World) -> dict[str, Group]:
+    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
         _model_ranks(1, read().group_size)
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
@@ -372,7 +367,7 @@ def _own_group(
     name: str,
     groups: list[list[int]],
     timeouts: Timeouts,
-    owned: _World,
+    owned: World,
     controls: Sequence[dist.ProcessGroup | None],
 ) -> Group:
     """Creates all of these groups, as torch.distributed requires, and returns this process's.
@@ -401,7 +396,7 @@ def _own_group(
                 process_group,
                 control,
                 timeouts,
-                gloo_devices=_gloo_devices(process_group) if len(ranks) > 1 else frozenset(),
+                gloo_devices=gloo_devices(process_group) if len(ranks) > 1 else frozenset(),
                 handshake=_new_handshake(),
             )
     return own
@@ -412,13 +407,13 @@ def cpu_backend() -> str:
     return "gloo" if dist.is_initialized() and MEMORY not in dist.get_backend_config() else MEMORY
 
 
-def _gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
-    """Returns the device types with tensors sent through gloo: {"cpu"} for "cpu:gloo,cuda:nccl"."""
+def gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
+    """The kinds of devices whose tensors travel through gloo: {"cpu"} of "cpu:gloo,cuda:nccl"."""
     backends = (entry.partition(":") for entry in dist.get_backend_config(process_group).split(","))
     return frozenset(device for device, _, backend in backends if backend == "gloo")
 
 
-def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | None = None) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], seconds: float, owned: World, backend: str | None = None) -> dist.ProcessGroup:
     try:
         process_group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
     except RuntimeError as error:

@@ -156,6 +156,11 @@ def settling(group: Group, comparison: Callable[[], object]) -> Iterator[None]:
             group.memory.rider = None  # left by an interrupted call
 
 
+def has_comparison() -> bool:
+    """Whether this thread has begun a comparison that has not ended."""
+    return _open.comparison is not None
+
+
 def settle() -> None:
     """Ends this thread's comparison, if any."""
     comparison, _open.comparison = _open.comparison, None

@@ -3,9 +3,8 @@
     before    l = kl_div(x, t)
     after     l_mul = mul(t, x); l_xlogy = xlogy(t, t); l_sub = sub(l_xlogy, l_mul); l = mean(l_sub)
 
-The numbers stay bit-equal, because eager PyTorch takes the same steps. An op with its own kernel
-stays one op, except for a few that only move elements or are one product or sum
-(`_DECOMPOSITIONS`).
+The numbers stay bit-equal, because eager PyTorch takes the same steps. An op with a kernel of its own stays whole,
+except for a few that only move elements or are one product or sum (`DECOMPOSITIONS`).
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ def _is_composite(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or has_rule(target):
         return False
-    return target in _DECOMPOSITIONS or (not target._schema.is_mutable and target._can_decompose())
+    return target in DECOMPOSITIONS or (not target._schema.is_mutable and target._can_decompose())
 
 
-_DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions([
+DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions([
     aten.alias_copy.default, aten.as_strided_copy.default, aten.diagonal_copy.default, aten.expand_copy.default,
     aten.narrow_copy.default, aten.permute_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim,
     aten.squeeze_copy.dims, aten.t_copy.default, aten.transpose_copy.int, aten.unbind_copy.int,
@@ -114,7 +113,7 @@ def _multilabel_margin_loss(x: Tensor, labels: Tensor, reduction: int = 1) -> Te
     return losses.mean() if reduction == 1 else losses.sum()
 
 
-_DECOMPOSITIONS |= {
+DECOMPOSITIONS |= {
     aten.embedding_renorm.default: _with_small_rows,
     aten.lstm_cell.default: _cell_step(torch.lstm),
     aten.gru_cell.default: _cell_step(torch.gru),
@@ -176,7 +175,7 @@ def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Grap
     """Traces an op: a graph of the ops that PyTorch runs, with one placeholder per input, or None."""
     target = node.target
     assert isinstance(target, OpOverload)
-    steps = _DECOMPOSITIONS.get(target, target.decompose)
+    steps = DECOMPOSITIONS.get(target, target.decompose)
     inputs = node.all_input_nodes
 
     def body(*values: Argument) -> object:

@@ -30,8 +30,8 @@ from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
 aten = torch.ops.aten
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
-_chosen: dict[tuple[Target, str], Target] = {}
-"""(op, types of its arguments) -> the function to call for it."""
+chosen: dict[tuple[Target, str], Target] = {}
+"""An op and the types of its arguments -> what is called for it."""
 
 
 def direct(module: fx.GraphModule) -> fx.GraphModule:
@@ -55,9 +55,9 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
             node.target = FOR_ANY_STRIDES[node.target]
         elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
             key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))
-            if key not in _chosen:
-                _chosen[key] = _function(node)
-            node.target = _chosen[key]
+            if key not in chosen:
+                chosen[key] = function_of(node)
+            node.target = chosen[key]
     copied.recompile()
     return copied
 
@@ -101,8 +101,8 @@ def _value(node: fx.Node) -> Argument:
     return value
 
 
-def _function(node: fx.Node) -> Target:
-    """The function that runs a node's op; falls back to the op itself."""
+def function_of(node: fx.Node) -> Target:
+    """The function that runs a node's op; the op itself if there is none."""
     with faking(new_fake_mode()):
         args, kwargs = in_numbers(fx.map_arg((node.args, dict(node.kwargs)), _value))
         return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)

@@ -57,7 +57,7 @@ def leave_unsummed(joint: fx.GraphModule, axes: Collection[str]) -> None:
     for i, (source, gradient) in enumerate(zip(placeholders(joint.graph), gradients, strict=False)):
         if source.meta.get("kind") == "parameter" and isinstance(gradient, fx.Node):
             left[i] = None
-            for value, calls in _parts(gradient, axes, passed):
+            for value, calls in parts_of(gradient, axes, passed):
                 added.append(value)
                 parts.append(Part(i, calls))
     joint.graph.output_node().args = ((results, (*left, *added)),)
@@ -67,8 +67,8 @@ def leave_unsummed(joint: fx.GraphModule, axes: Collection[str]) -> None:
     joint.meta["parts"] = tuple(parts)
 
 
-def _parts(gradient: fx.Node, axes: Collection[str], passed: set[fx.Node]) -> list[tuple[fx.Node, tuple[Call, ...]]]:
-    """The terms of a gradient before the sums over these axes, each with the ops deferred for it.
+def parts_of(gradient: fx.Node, axes: Collection[str], passed: set[fx.Node]) -> list[tuple[fx.Node, tuple[Call, ...]]]:
+    """The values of which a gradient is the sum, before sums over these axes, and what makes it of each.
 
     Args:
         passed: the nodes after these terms are added to it.
@@ -77,10 +77,10 @@ def _parts(gradient: fx.Node, axes: Collection[str], passed: set[fx.Node]) -> li
     behind = {gradient}
     if (call := _call(gradient)) is not None:
         is_sum = call.target in OPS and call.args[-1] in axes
-        parts = _parts(node_arg(gradient), axes, behind)
+        parts = parts_of(node_arg(gradient), axes, behind)
         found = [(value, (*calls, call)) for value, calls in parts if calls or is_sum]
     elif gradient.target is aten.add.Tensor and len(gradient.args) == 2 and not gradient.kwargs:
-        found = [part for i in range(2) for part in _parts(node_arg(gradient, i), axes, behind)]
+        found = [part for i in range(2) for part in parts_of(node_arg(gradient, i), axes, behind)]
     if not any(calls for _, calls in found):
         return [(gradient, ())]
     passed |= behind

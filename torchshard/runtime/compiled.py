@@ -59,6 +59,11 @@ class Compiled:
     _inference: dict[Compiler | None, Callable[..., Any]] = field(default_factory=dict)
     _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
+    @property
+    def has_step_graphs(self) -> bool:
+        """Whether calls that train run graphs of the forward and backward, and not autograd over the forward."""
+        return any(step.has_graphs for step in self._training.values())
+
     def inference(self, compiler: Compiler | None) -> Callable[..., Any]:
         """What runs calls whose gradients are not wanted, compiled by a compiler or by none."""
         compiler = self._usable(compiler)

@@ -1,7 +1,8 @@
 """For tests of rules, passes and models: a planned call without processes, an op whole and in parts, and real ranks.
 
 calls      `capture`: a model's call as a graph, planned for any number of ranks, listed, checked, cut for each rank
-rules      `check_rule`: an op whole and in parts, under every choice of its rule
+graphs     the graph of a rank, and the collectives in it
+rules      `check_rule`: an op whole and in parts, under every choice of its rule; `changed_rule` for one test
 ranks      `on_ranks`, `run_ranks`: a function in several processes
 gradients  the gradients of a sharded model beside those of the unsharded one
 
@@ -15,19 +16,25 @@ gradients  the gradients of a sharded model beside those of the unsharded one
         ...
 """
 
-from torchshard.checking.check import Report
+from torchshard.checking.check import CheckError, Report
 from torchshard.core.layouts import Layout, Shard, join, split
-from torchshard.core.notation import Choice
-from torchshard.distributed.ops import OPS as COLLECTIVES
-from torchshard.distributed.ops import is_collective
+from torchshard.core.notation import Choice, Row
+from torchshard.ir.graph import nbytes
 from torchshard.ir.listing import listing
+from torchshard.passes import Partition, step_graphs
+from torchshard.rules import Call, TensorType, has_rule, row_of
+from torchshard.rules.registry import rule_of
 from torchshard.testing.calls import CapturedCall, PlannedCall, capture, kept_graphs
+from torchshard.testing.changed_rules import changed_rule, ops_with_rules
 from torchshard.testing.gradients import full_gradient, gradient_error, largest
-from torchshard.testing.ranks import fail_on_bugs, on_ranks, run_ranks
+from torchshard.testing.graphs import awaited, begun, collective, collectives, predicted_memory, rank_graph
+from torchshard.testing.ranks import PATIENCE, fail_on_bugs, on_ranks, run_ranks, why_not_through_memory
 from torchshard.testing.rules import OpCall, check_rule
 
 __all__ = [
-    "COLLECTIVES", "CapturedCall", "Choice", "Layout", "OpCall", "PlannedCall", "Report", "Shard", "capture",
-    "check_rule", "fail_on_bugs", "full_gradient", "gradient_error", "is_collective", "join", "kept_graphs", "largest",
-    "listing", "on_ranks", "run_ranks", "split",
+    "Call", "CapturedCall", "CheckError", "Choice", "Layout", "OpCall", "PATIENCE", "Partition", "PlannedCall",
+    "Report", "Row", "Shard", "TensorType", "awaited", "begun", "capture", "changed_rule", "check_rule", "collective",
+    "collectives", "fail_on_bugs", "full_gradient", "gradient_error", "has_rule", "join", "kept_graphs", "largest",
+    "listing", "nbytes", "on_ranks", "ops_with_rules", "predicted_memory", "rank_graph", "row_of", "rule_of",
+    "run_ranks", "split", "step_graphs", "why_not_through_memory",
 ]  # fmt: skip

@@ -7,24 +7,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from torchshard.capture import Captured, copy_model
+from torchshard.capture import Captured, copy_model, flatten_call
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.check import Report, check_program, in_dtype
 from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.prepare import prepared
-from torchshard.compiler.program import Program, planned, program
+from torchshard.compiler.program import Program, answered, program
+from torchshard.compiler.question import Question
+from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout
+from torchshard.core.notation import Choice
+from torchshard.ir.data import equal_sizes
+from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.ir.listing import listing
-from torchshard.passes import Partition, step_graphs
+from torchshard.passes import Partition, rewrite, step_graphs
 from torchshard.plans.machine import objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compiled import Compiled
 from torchshard.runtime.module import ShardedModule
+from torchshard.testing.graphs import collectives
+from torchshard.testing.random_plans import random_plan
+from torchshard.weights.materialize import local_state
 
 
 @dataclass(frozen=True)
@@ -60,9 +68,10 @@ class CapturedCall:
         Args:
             plan: as in `torchshard.shard`.
             ranks: the number of ranks; of a mesh it is known.
-            mesh, data: as in `torchshard.plan`; the call is that of all ranks, and is captured again if they divide it.
+            mesh, data: as in `torchshard.plan`; the call is that of all ranks.
             layouts: the layouts of parameters and buffers that are fixed, by name.
-            aims: machine, memory, axes, recompute and mode, as in `torchshard.plan`.
+            aims: machine, memory, axes, recompute and mode, as in `torchshard.plan`. Some of them, and a batch or a
+                sequence that is divided, need a capture of their own.
 
         Raises:
             PlanError, CaptureError, InputError: as `torchshard.plan`.
@@ -70,12 +79,39 @@ class CapturedCall:
         axes = read_mesh(checked_world_size(ranks, mesh), mesh, data)
         aim = objective(**{"machine": None, "device": device_type(self.model), **aims})
         constraints = read_constraints(ModelFacts.of(self.model), plan, axes, aim).with_layouts(layouts or {})
-        if not constraints.batch_parts:
-            made = planned(self.captured, self.model, constraints)
-        else:
-            inputs = divided_batch(self.model, self.args, self.kwargs, constraints.batch_parts)
-            made = program(self.model, constraints, self.args, self.kwargs, batches=inputs)
+        return PlannedCall(self.model, self.args, self.kwargs, self._planned(constraints))
+
+    def plan_at_random(self, ranks: int, seed: int) -> PlannedCall:
+        """Plans the call by a legal plan drawn at random, some parameters in uneven slices.
+
+        A call captured with `dynamic=False` may have its batch split as well.
+        """
+        plan = random_plan(self.graph, self.model, ranks, seed)
+        made = Program(self.captured, plan, rewrite(self.graph, plan.last))
         return PlannedCall(self.model, self.args, self.kwargs, made)
+
+    def nodes(self, *names: str) -> list[fx.Node]:
+        """The nodes of ops with these names: 'linear', 'cross_entropy_loss'."""
+        return [node for node in self.graph.graph.nodes if op_name(node) in names]
+
+    def choices(self, node: fx.Node, ranks: int) -> list[Choice]:
+        """The legal choices of an op of the graph; none without a rule."""
+        row = node_row(node)
+        return [] if row is None else choices(row, ranks)
+
+    def ops_without_rule(self) -> list[fx.Node]:
+        """The ops that no rule splits with these arguments, which therefore run on full operands."""
+        return [node for node in self.graph.graph.nodes if is_tensor_op(node) and node_row(node) is None]
+
+    def _planned(self, constraints: Constraints) -> Program:
+        if constraints.batch_parts:
+            inputs = divided_batch(self.model, self.args, self.kwargs, constraints.batch_parts)
+            return program(self.model, constraints, self.args, self.kwargs, batches=inputs)
+        if constraints.is_static or constraints.divided or not constraints.objective.trains:
+            return program(self.model, constraints, self.args, self.kwargs)
+        graph, facts = self.graph, ModelFacts.of(self.model)
+        question = Question(graph, facts, constraints, graph.meta["multiples"], equal=equal_sizes(graph))
+        return answered(self.captured, question)
 
 
 @dataclass(frozen=True)
@@ -101,6 +137,23 @@ class PlannedCall:
         """The text of `graph`, without source lines."""
         return listing(self.graph, sources=False)
 
+    def collectives(self) -> list[str]:
+        """The names of the collectives in `graph`, in its order: 'copy', 'reduce', 'gather', ..."""
+        return collectives(self.graph)
+
+    def graph_copy(self) -> fx.GraphModule:
+        """A copy of `graph` to change, for `check` and `rank_graphs`."""
+        return duplicate(self.graph)
+
+    @property
+    def shardings(self) -> dict[str, str]:
+        """How the ranks store parameters, buffers and inputs, by name: 'model: S(0) . data: S(0)', or 'I'."""
+        return {name: word.text for name, word in self.program.held.items()}
+
+    def state(self, rank: int) -> dict[str, Tensor]:
+        """The slices of the parameters and buffers that a rank stores, by name."""
+        return local_state(self.model, self.program.held, self.program.mesh.place(rank))
+
     def rank_graphs(self, graph: fx.GraphModule | None = None) -> list[fx.GraphModule]:
         """The graph of each rank, with local sizes and the collectives of all axes of the mesh.
 
@@ -108,6 +161,17 @@ class PlannedCall:
             graph: in place of `graph`, a changed copy.
         """
         return lockstep.rank_graphs(graph or self.graph, self.program.axis, self.program.batches)
+
+    def run(self) -> list[list[Any]]:
+        """The results of each rank's graph, without gradients; each rank has the call's tensors as they are."""
+        call = flatten_call(self.model, self.args, self.kwargs)
+        shared = {**self.program.captured.constants, **dict(zip(call.names, call.tensors, strict=True))}
+        graphs, fed = self.rank_graphs(), list[list[Any]]()
+        for rank, graph in enumerate(graphs):
+            known = {**shared, **self.state(rank)}
+            fed.append([known[node.meta["path"]] for node in graph.graph.find_nodes(op="placeholder")])
+        with torch.no_grad():
+            return lockstep.run(graphs, fed, [lambda node, value, args: value] * len(graphs))
 
     def step_graphs(self, rank: int = 0, **options: Any) -> Partition:
         """The forward and backward graphs of a rank; `options` are those of `torchshard.passes.step_graphs`."""

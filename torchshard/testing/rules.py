@@ -24,7 +24,7 @@ from torchshard.capture.signature import flatten
 from torchshard.checking.check import Report, check_program
 from torchshard.compiler.program import Program
 from torchshard.core.choices import Hint, choices
-from torchshard.core.errors import RuleError
+from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, P, R, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
@@ -59,7 +59,7 @@ def check_rule(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any
         the choices that were compared: one is `split a` for each factor of the row that may be split.
 
     Raises:
-        RuleError: the op has no rule for this call.
+        RuleError: the op has no rule for this call, or fails under one of its choices.
         CheckError: under one of the choices something differs; the error says which, where and by how much.
     """
     call, compared = OpCall(op, args, kwargs), list[Choice]()
@@ -73,9 +73,23 @@ def check_rule(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any
                 attempt="@torchshard.rule(op) before it; a rule returns a row, and None for calls it does not support",
             )
         for choice in found:
-            call.check(choice, number).raise_on_error()
+            _checked(call, choice, number).raise_on_error()
         compared += found
     return list({choice.name: choice for choice in compared}.values())
+
+
+def _checked(call: OpCall, choice: Choice, ranks: int) -> Report:
+    try:
+        return call.check(choice, ranks)
+    except ShardError:
+        raise
+    except Exception as error:  # of the op, which was given operands that its rule makes too small or too large
+        raise RuleError(
+            f"{call.target} fails under {choice.name!r}",
+            where=f"testing.check_rule, one of {ranks} ranks",
+            why=in_short(error),
+            attempt="a row that splits fewer axes, or with `local=`, what a rank computes for it",
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 SlicePlace = tuple[str, str, int | tuple[int, ...], int | tuple[int, ...], tuple[int, ...]]
 """(name, layout, rank, number of ranks, shape of the whole) of a slice; over more mesh axes than the model's, its word,
 and as many ranks and numbers as that has letters."""
-_PLACE = "_torchshard_place"
+PLACE = "_torchshard_place"
 """The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
 
 
@@ -73,7 +73,7 @@ def is_same_slice(a: SlicePlace, b: SlicePlace) -> bool:
 
 def place_of(value: object) -> SlicePlace | None:
     """The place of a tensor from a state dict; None for a tensor that is not a slice."""
-    return cast(SlicePlace | None, getattr(value, _PLACE, None))
+    return cast(SlicePlace | None, getattr(value, PLACE, None))
 
 
 def types_of(tensors: Sequence[object], own: Place) -> dict[int, SliceType]:
@@ -109,9 +109,9 @@ class _PlaceOfTensors:
     def __get__(self, tensor: Tensor | None, owner: object = None) -> object:
         if tensor is None:
             return self  # `torch.overrides` reads all attributes of the class
-        if _PLACE not in vars(tensor):
-            raise AttributeError(_PLACE)
-        return vars(tensor)[_PLACE]
+        if PLACE not in vars(tensor):
+            raise AttributeError(PLACE)
+        return vars(tensor)[PLACE]
 
     def __set__(self, tensor: Tensor, place: SlicePlace) -> None:
         _become_slice(tensor, place)
@@ -119,7 +119,7 @@ class _PlaceOfTensors:
 
 def _become_slice(tensor: Tensor, place: SlicePlace) -> Tensor:
     """Makes a plain tensor itself, which others hold, a slice."""
-    vars(tensor)[_PLACE] = place
+    vars(tensor)[PLACE] = place
     if type(tensor) in (Tensor, nn.Parameter):
         tensor.__class__ = StateParameter if isinstance(tensor, nn.Parameter) else StateSlice
     return tensor
@@ -130,8 +130,8 @@ def mark_copies() -> None:
 
     Not in a process that has no sharded model, such as a tool that joins the slices of several files.
     """
-    if _PLACE not in vars(Tensor):
-        setattr(Tensor, _PLACE, _PlaceOfTensors())
+    if PLACE not in vars(Tensor):
+        setattr(Tensor, PLACE, _PlaceOfTensors())
 
 
 class Placed(Tensor):
@@ -160,7 +160,7 @@ class Placed(Tensor):
         if isinstance(self, nn.Parameter):
             plain = nn.Parameter(plain.detach(), self.requires_grad)
         if (place := place_of(self)) is not None:
-            vars(plain)[_PLACE] = place
+            vars(plain)[PLACE] = place
         return plain
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
@@ -213,13 +213,13 @@ class StateSlice(Placed):
     def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
         """The same memory, with its place."""
         marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
-        vars(marked)[_PLACE] = place
+        vars(marked)[PLACE] = place
         return marked
 
     @property
     def place(self) -> SlicePlace:
         """What this is a slice of."""
-        return cast(SlicePlace, vars(self)[_PLACE])
+        return cast(SlicePlace, vars(self)[PLACE])
 
     @property
     def sharding(self) -> Sharding:

@@ -355,22 +355,24 @@ def _opened(
     except Unreachable as error:
         mine = str(error)
     others, refusals = dict[int, OtherSegment](), list[str]()
-    for other, found in enumerate(_exchanged(store, "address", rank, size, mine, timeout)):
+    for other, found in enumerate(exchanged_by_store(store, "address", rank, size, mine, timeout)):
         refusals.append(f"rank {other}: {found}" if isinstance(found, str) else "")
         if other != rank and not refusals[other]:
             try:
                 others[other] = OtherSegment(Address(*found))
             except Unreachable as error:
                 refusals[other] = f"rank {rank}: {error}"
-    everyone = _exchanged(store, "opened", rank, size, refusals, timeout)
+    everyone = exchanged_by_store(store, "opened", rank, size, refusals, timeout)
     store.set(f"{BACKEND}/done/{rank}", "")
     if rank == 0:  # rank 0's process often owns the store, and may end where this fails
         store.wait([f"{BACKEND}/done/{other}" for other in range(size)], timeout)
     return own, others, everyone
 
 
-def _exchanged(store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta) -> list[Any]:
-    """Exchanges a JSON value through the store; returns all ranks' values in order."""
+def exchanged_by_store(
+    store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta
+) -> list[Any]:
+    """What all ranks say, in their order."""
     store.set(f"{BACKEND}/{key}/{rank}", json.dumps(mine))
     keys = [f"{BACKEND}/{key}/{other}" for other in range(size)]
     store.wait(keys, timeout)

@@ -1,0 +1,150 @@
+"""Meshes that are refused, and what plans of meshes cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+import transformers
+from torch import nn
+
+import torchshard as ts
+from tests.helpers import nightly
+from tests.test_batches import _batch, _model, _own
+from tests.test_meshes import MESHES, PLAN, _planned
+from torchshard.testing import (
+    listing,
+)
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "told"),
+    [
+        ({"dp": 2, "tp": 4}, None, "a mesh of 2 x 4 has 8 ranks, and there are 4"),
+        ({"dp": 2, "tp": 2}, {"dq": "shard"}, "the mesh has no axis 'dq'"),
+        ({"pp": 2, "dp": 2, "tp": 1}, {"dp": "shard"}, "one axis for the weights; in this mesh pp, tp do not divide"),
+        ({"d p": 2, "tp": 2}, None, "'d p' is no name of an axis"),
+        ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
+        ({"tp": 2, "dp": 2}, None, "over 'dp', the last axis, the weights would be divided, and not the batch"),
+        ({"dp_replicate": 2, "dp_shard": 2}, "shard", "over 'dp_shard', the last axis"),
+        ({"data": 4}, None, "over 'data', the last axis"),
+        ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
+        ({}, None, "a mesh without axes has no ranks"),
+        (7, None, "a int is no mesh whose axes have names"),
+        (None, {"dp": "shard"}, "there is no mesh whose axes it could name"),
+        ({"dp": 2, "tp": 2}, "slices", "'slices' is no way to divide data"),
+        ({"dp": 2, "tp": 2}, {"dp": "slices"}, "'slices' is no way to divide data"),
+    ],
+)
+def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> None:
+    with pytest.raises(ts.InputError, match=told):
+        ts.plan(nn.Linear(4, 4), world_size=4, mesh=mesh, data=data, example_inputs=(torch.ones(4, 4),))
+
+
+@pytest.mark.nightly
+def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
+    model, batch, mesh = _model(p=0.0), _batch(2), {"dp": 2, "tp": 2}
+    part = _own(batch, 0)
+    plan = ts.plan(model, "auto", mesh=mesh, example_inputs=part)
+    alone = ts.plan(model, "auto", world_size=2, example_inputs=part)
+    assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices
+    told, of_one = (ts.explain(each).partition("\nmodule ")[2] for each in (plan, alone))
+    told, _, over_dp = told.partition("\n\nover dp, 2 parts of the batch (replicate): ")
+    assert " ".join(told.split()).replace("step, over tp;", "step;") == " ".join(of_one.split())
+    assert "without it:" in told and over_dp  # for one part of the batch, too
+    report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
+    assert report.ok and report.world_size == 4
+    of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
+    with pytest.raises(ts.PlanError, match="the plan divides something else than it is asked for"):
+        ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("data", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"])
+def test_a_plan_has_what_dividing_the_batch_costs(data: Any) -> None:
+    made, part = _planned(data, PLAN), _own(_batch(2), 0)
+    model = made.model
+    plan = ts.plan(model, PLAN, mesh=MESHES[0], data=data, example_inputs=part, memory="1GiB")
+    batch = plan.axes[0]
+    assert batch is not None and batch.world_size == 2 and batch.data == data
+    state = dataclasses.replace(made, program=dataclasses.replace(made.program, plan=plan)).state(0)
+    local = {name: state[name] for name in plan.parameters}
+    assert batch.costs.memory["parameters"] == sum(t.numel() * t.itemsize for t in local.values())
+    gradients = sum(p.numel() * p.itemsize for p in map(local.__getitem__, dict(model.named_parameters())))
+    assert batch.costs.memory["gradients"] == gradients
+    assert plan.parameter_bytes()[1] == batch.costs.memory["parameters"] and str(plan).startswith(
+        "plan for 2 × 2 ranks"
+    )
+    # all-reduces of gradients, or gathers of weights (again in backward) and sums of slices, are what is sent
+    kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
+    assert ("reduce_scatter" in kinds) is (data == "shard")
+    assert ts.Plan.from_json(plan.to_json()).axes[0] == batch
+
+
+@pytest.mark.nightly
+def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
+    """What was learnt meanwhile of its sizes, that they are a number of parts, changes nothing."""
+    made = _planned("shard", PLAN)
+    before = made.program.priced(with_memory=False)
+    local = [made.program.local_graph_of(number) for number in range(4)]
+    after = made.program.priced(with_memory=False)
+    assert after == before
+    assert any(choice.axes for choice in after.axes[0].choices.values())
+    assert [listing(made.program.local_graph_of(number)) for number in range(4)] == list(map(listing, local))
+
+
+@pytest.mark.nightly
+def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
+    """The backward of the one keeps it, for there it is an argument, which can't be gathered again."""
+    config = transformers.GPT2Config(
+        n_embd=240, n_layer=1, n_head=6, vocab_size=501, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    model, ids = transformers.GPT2LMHeadModel(config).double(), torch.randint(0, 501, (8, 32))
+    options: dict[str, Any] = {
+        "mesh": MESHES[0],
+        "data": "shard",
+        "machine": "h100x8",
+        "example_kwargs": {"labels": ids},
+    }
+    assert ts.plan(model, "auto", **options, example_inputs=(ids,)).across
+    ts.check(model, "auto", **options, example_inputs=(ids,)).raise_on_error()
+
+
+def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
+    host = ts.MACHINES["h100x8"]
+    assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2
+    assert host.across(4).link(2) == host.link(8) and host.across(8).link(2)[0] == host.network_bandwidth / 8
+    assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
+
+
+@nightly("shard_grad_op")
+@pytest.mark.parametrize("data", [pytest.param("shard", marks=pytest.mark.nightly), "shard_grad_op", "replicate"])
+def test_a_limit_of_memory_counts_what_all_axes_divide(data: Any) -> None:
+    """The axis of the weights is planned first, and its plan has to fit with slices that later axes make."""
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        vocab_size=256,
+    )
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(4, 32, dtype=torch.long)
+    call: dict[str, Any] = {"example_kwargs": {"input_ids": ids, "labels": ids, "use_cache": False}}
+    mesh = {"dp": 4, "tp": 2}
+    plan = ts.plan(model, {}, mesh=mesh, data=data, memory="1GiB", **call)
+    first, made = plan.costs.memory, plan.axes[0].costs.memory
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert abs(first[kind] / made[kind] - 1) < 1e-3, (kind, first, made)
+    assert abs(first["peak"] / made["peak"] - 1) < 0.1, (first, made)
+    if data == "shard":
+        limit = 1.9 * sum(p.numel() * p.itemsize for p in model.parameters())  # of weights, gradients and moments
+        with pytest.raises(ts.PlanError, match="no plan for 2 ranks fits"):
+            ts.plan(model, {}, world_size=2, memory=limit, **call)
+        assert ts.plan(model, {}, mesh=mesh, data=data, memory=limit, **call).costs.memory["peak"] <= limit

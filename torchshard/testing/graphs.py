@@ -1,0 +1,47 @@
+"""The graphs of a rank, and the collectives in them: operators between ops; in the graphs of a step, two nodes each."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from torchshard.compiler.memory import memory_of_rank
+from torchshard.core.conversions import Conversion
+from torchshard.distributed.ops import OPS, Begin, wait
+from torchshard.plans.plan import Plan
+from torchshard.report.explain import rank_graph_of
+
+
+def rank_graph(plan: Plan, rank: int = 0) -> fx.GraphModule:
+    """The graph of a rank with its local sizes and the collectives of all axes.
+
+    Raises:
+        InputError: the plan's file does not hold the graph that it was made for.
+    """
+    return rank_graph_of(plan, rank)
+
+
+def predicted_memory(plan: Plan, rank: int = 0) -> dict[str, float]:
+    """The bytes that a step takes on a rank: 'parameters', 'gradients', 'optimizer', 'activations' and 'peak'."""
+    return memory_of_rank(rank_graph(plan, rank))
+
+
+def collective(node: fx.Node) -> Conversion | None:
+    """The collective that a node runs, by operator; None for other nodes."""
+    return OPS.get(node.target)
+
+
+def begun(node: fx.Node) -> Conversion | None:
+    """The collective that a node of a step's graph begins; None for other nodes."""
+    return OPS[node.target.op] if isinstance(node.target, Begin) else None
+
+
+def awaited(node: fx.Node) -> fx.Node | None:
+    """The node that began the collective whose result this node waits for; None for other nodes."""
+    first = node.args[0] if node.target is wait else None
+    return first if isinstance(first, fx.Node) else None
+
+
+def collectives(module: fx.GraphModule) -> list[str]:
+    """The names of the collectives that a graph runs or begins, in its order: 'copy', 'reduce', 'gather', ..."""
+    found = (collective(node) or begun(node) for node in module.graph.nodes)
+    return [row.name for row in found if row is not None]
