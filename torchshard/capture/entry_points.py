@@ -1,8 +1,8 @@
-"""Replaces, in the modules of one model, the functions that a call enters while the model is captured.
+"""Replaces the functions that a call of one model enters first, while the model is captured.
 
-Export calls `model.forward` with a flat list of tensors and knows no hooks of the model itself. So the model gets a
-flat forward and no hooks, and has its own back while the flat forward calls it. All of this is stored in the model's
-own `__dict__`s, so that other models and threads are not affected.
+`torch.export` passes a flat list of tensors, and the model's own hooks expect its real arguments.
+So the model gets a flat forward and no hooks, and has its own back while the flat forward calls it.
+All of this is stored in the model's own `__dict__`s, so other models and threads are not affected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 _NAMES = ("forward", "_forward_hooks", "_forward_pre_hooks")
-"""The attributes that decide what a call of a module runs, apart from its class."""
+"""The attributes that decide which code a call of a module runs, apart from its class."""
 
 
 def replace_forward(model: nn.Module, forward: Callable[..., object]) -> Callable[[], contextlib.ExitStack]:
@@ -47,9 +47,11 @@ def _store(model: nn.Module, values: Mapping[str, object]) -> None:
 
 @contextlib.contextmanager
 def _buffers_as_attributes(model: nn.Module) -> Iterator[None]:
-    """Makes a buffer that forward registers a plain attribute: a cache, or state, as plain attributes are.
+    """Turns a buffer that forward registers into a plain attribute, which `rehearsal` then judges.
 
-    Export refuses new buffers, because it takes the buffers to be complete before forward runs.
+    `StateBefore` would refuse a new buffer. Export would lose it: PyTorch 2.13 finds buffers by
+    their position (`_export_to_aten_ir_make_fx`), and writes a new one into a different
+    placeholder.
     """
     modules = [module for module in model.modules() if "register_buffer" not in module.__dict__]
     for module in modules:
@@ -69,13 +71,13 @@ def _register_buffer(module: nn.Module, name: str, tensor: Tensor | None, persis
 
 
 class _PlainModule(nn.Module):
-    """Stands for an `fx.GraphModule`."""
+    """The class of an `fx.GraphModule` while it is exported."""
 
 
 def as_plain_module(model: nn.Module) -> nn.Module:
-    """The model for export, which would run the nodes of an `fx.GraphModule` and not its forward."""
+    """The model for export, which would run an `fx.GraphModule`'s nodes, not its forward."""
     if not isinstance(model, torch.fx.GraphModule):
         return model
     module = object.__new__(_PlainModule)
-    module.__dict__ = model.__dict__  # the same dict, so that the forward that is set here counts too
+    module.__dict__ = model.__dict__  # the same dict, so that the replaced forward counts here too
     return module

@@ -1,9 +1,12 @@
-"""The TorchFunctionMode in which a captured forward runs: it handles the calls on tensors that export would get wrong.
+"""The TorchFunctionMode of a captured forward: it handles calls on tensors that export gets wrong.
 
 h.register_hook(f)          kept whole (see `whole_calls`)
-nn.LSTM, nn.GRU, nn.RNN     kept whole, because export would unroll them
+nn.LSTM, nn.GRU, nn.RNN     kept whole, so that a rule can split them by hidden units
 x.data                      detach() and copy_(), which a graph can hold
 another model's parameter   refused: as a constant of the graph it would lose its gradient
+
+Export in PyTorch 2.13 drops hooks of tensors without an error. For `x.data` it records no node, and
+then refuses the fake tensor as a constant of the graph.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torchshard.custom_ops.recurrent import RecurrentCall, is_recurrent
 from torchshard.custom_ops.whole import state_of
 
 Slots = dict[int, tuple[dict[str, Any], str]]
-"""id of a parameter or buffer -> the dict of the module that holds it, and its name there."""
+"""id of a parameter or buffer -> the dict of its module that stores it, and its name there."""
 
 
 def slots_of(model: nn.Module) -> Slots:
@@ -35,8 +38,9 @@ def slots_of(model: nn.Module) -> Slots:
 class CaptureMode(TorchFunctionMode):
     """The mode of one captured forward.
 
-    Export puts fake tensors in the place of parameters and buffers in the dicts of their modules. If another object
-    holds one too (a cache object, a list), forward finds the real tensor there, and the mode replaces it.
+    Export replaces parameters and buffers by fake tensors in the dicts of their modules. If another
+    object (a cache object, a list) also refers to one, forward finds the real tensor there, and the
+    mode replaces it.
     """
 
     def __init__(self, recording: Recording, slots: Slots) -> None:
@@ -74,7 +78,7 @@ class CaptureMode(TorchFunctionMode):
 
 def _refuse_foreign_parameters(leaves: Sequence[object]) -> None:
     for leaf in leaves:
-        # Export has replaced the model's own parameters by fake tensors; a real one is not among them.
+        # Export has replaced the model's own parameters by fake ones, so a real one is foreign.
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             if not is_fake(leaf):
                 raise CaptureError(
@@ -92,14 +96,14 @@ _DATA: Any = Tensor.data
 
 
 def _call_data(func: Callable[..., object], tensor: Tensor, value: Tensor | None = None) -> object:
-    """`x.data` or `x.data = y`: on a fake tensor by ops that a graph can hold."""
+    """Computes `x.data` or `x.data = y`; on fake tensors by ops that a graph can express."""
     if not is_fake(tensor):
         return func(tensor) if value is None else func(tensor, value)
     return tensor.detach() if value is None else _set_data(tensor, value)
 
 
 def _set_data(tensor: Tensor, value: Tensor) -> Tensor:
-    """`x.data = y` as a write of y's values to x; that is the same only if both have one shape, dtype and device."""
+    """Computes `x.data = y` by copying y into x: equivalent if shape, dtype and device match."""
     if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
         raise CaptureError(
             "the model assigns a tensor of another shape, dtype or device to .data",

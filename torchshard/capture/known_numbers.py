@@ -1,7 +1,11 @@
-"""Finds, while a model is captured, the numbers that forward asks for and that are known before the call: `Condition`s.
+"""Finds, during a capture, the numbers that forward asks for and that are known before the call.
 
-Other values that forward asks for depend on the call: on its inputs, or on parameters, of which a rank may have a
-slice. Those are left to export, which refuses them.
+Each is a `Condition`. All other numbers depend on the call's inputs, or on parameters, of which a
+rank may have only a slice. Those are left to export, which refuses them.
+
+`KNOWN_NUMBERS` replaces `Tensor.item` and the conversions to numbers. Export in PyTorch 2.13 knows
+no values, not even of buffers: a branch on such a number raises `GuardOnDataDependentSymNode`. The
+patches are needed as long as it refuses branches on buffers.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ from torchshard.weights.lazy import LazyTensor, values_of
 
 
 def note_placeholders(recording: Recording, stand_ins: Mapping[str, Tensor]) -> None:
-    """Notes the nodes that export has given the model's parameters and buffers; a forward begins.
+    """Notes the nodes of the model's parameters and buffers, at the start of a forward.
 
     Args:
-        stand_ins: the fake tensors that export has put in their place.
+        stand_ins: the fake tensors by which export has replaced them.
     """
     nodes = {name: _node_of(tensor) for name, tensor in stand_ins.items()}
     recording.placeholders = {node: name for name, node in nodes.items() if node is not None}
@@ -42,7 +46,7 @@ def known_number(tensor: Tensor, read: Callable[[Tensor], Number]) -> Number | N
     """The number that forward asks of a tensor, if it is known before the call; else None.
 
     Raises:
-        CaptureError: it is a number of buffers, but of such as a rank does not know.
+        CaptureError: the number depends on a buffer with several elements, or without a value.
     """
     recording = current_recording()
     if recording is None or not is_fake(tensor):
@@ -65,17 +69,17 @@ def _read(original: Callable[[Tensor], Number], tensor: Tensor) -> Number:
 
 _READS = ("item", "__int__", "__float__", "__index__")
 KNOWN_NUMBERS = Patches(*(Patch(Tensor, name, in_captures(_read)) for name in _READS))
-"""While it is entered, the forwards of threads that capture get such numbers. `value_checks` replaces `bool`."""
+"""Supplies known numbers to forward, in threads that capture. `value_checks` replaces `bool`."""
 
 
 def _condition(recording: Recording, node: fx.Node, read: Callable[[Tensor], Number]) -> Condition | None:
-    """The condition that a value of the graph is; None if it depends on the call."""
+    """The condition that computes a node's value; None if the value depends on the call."""
     needed = _needed_for(recording, node)
     names = {n: recording.placeholders.get(n, "") for n in needed if n.op == "placeholder"}
     if any(n.target is WHOLE for n in needed) or any(_is_of_call(recording.state, name) for name in names.values()):
         return None
     if read is not bool and any(_writes(n) for n in needed):
-        return None  # a count of calls: there would be a graph for each of them
+        return None  # a count of calls: each of its values would need a graph
     for name in names.values():
         _check(name, recording.state[name])
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -94,7 +98,7 @@ def _check(name: str, buffer: Tensor) -> None:
     """Checks that all ranks know the value of a buffer before each call.
 
     Raises:
-        CaptureError: it has more than one element, or no value here.
+        CaptureError: the buffer has more than one element, or no value.
     """
     why = attempt = ""
     if buffer.numel() != 1:
@@ -111,8 +115,10 @@ def _check(name: str, buffer: Tensor) -> None:
 def _number_now(condition: Condition, recording: Recording) -> Number:
     held = {name: recording.state[name] for name in condition.buffers}
     values = values_of([t for t in held.values() if isinstance(t, LazyTensor)])
+    # The condition runs on real values; export's modes would record its ops.
     with use_recording(None), _disable_current_modes(), torch._C.DisableTorchFunction():
         with keeping_rng_states(held.values()):
+            # Forward's first draw starts from the state before the capture.
             set_rng_states(recording.rng_states)
             return condition.number({name: values.get(id(t), t) for name, t in held.items()})
 
@@ -121,9 +127,10 @@ def _number_now(condition: Condition, recording: Recording) -> Number:
 
 
 def _needed_for(recording: Recording, node: fx.Node) -> list[fx.Node]:
-    """The nodes that have to run for the value of one, in order.
+    """The nodes that must run to compute a node's value, in order.
 
-    Those are its ancestors, earlier writes to their memory, and all earlier draws if one of them draws.
+    These are its ancestors, earlier writes to their memory, and all earlier draws if one of them
+    draws.
     """
     earlier = list(itertools.takewhile(lambda n: n is not node, node.graph.nodes))
     writes = [n for n in earlier if _writes(n)]
@@ -140,7 +147,7 @@ def _needed_for(recording: Recording, node: fx.Node) -> list[fx.Node]:
 
 
 def _memory_of(node: fx.Node) -> set[int]:
-    """The memory of a value; an op that writes returns what it has written to."""
+    """The memory of a node's results; an op that writes returns the tensor that it wrote to."""
     values = node.meta.get("val")
     return {storage_id(v) for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)}
 
@@ -159,7 +166,7 @@ def _draws(recording: Recording, node: fx.Node) -> bool:
 
 
 def _with_constants(nodes: Sequence[fx.Node]) -> nn.Module:
-    """A module with the constants that some nodes read, as buffers."""
+    """A module that contains the constants that some nodes read, as buffers."""
     mode: Any = get_proxy_mode()
     holder = nn.Module()
     for target in sorted({cast(str, n.target) for n in nodes if n.op == "get_attr"}):

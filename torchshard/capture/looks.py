@@ -1,8 +1,10 @@
-"""What Python code sees of a tensor besides its values: a class of the user's own, and attributes.
+"""The properties of a tensor that Python code sees, apart from its values: class and attributes.
 
-A captured forward, a copy of a model and a sharded parameter replace tensors by others. They keep both, so that
-`isinstance(self.weight, Codebook)`, `self.weight.infshape` and `p._no_weight_decay` give what they gave before, and so
-do `type(x) is torch.Tensor` and `isinstance(x.shape[0], int)`.
+A captured forward, a copy of a model and a sharded parameter replace tensors by others. The
+replacements keep the user's class and attributes. So `isinstance(self.weight, Codebook)`,
+`self.weight.infshape` and `p._no_weight_decay` give the same results as before.
+`type(x) is torch.Tensor` and `isinstance(x.shape[0], int)` do too: inside a capture, `type` and
+`isinstance` are replaced, because they would see export's `FakeTensor` and `SymInt`.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from torchshard.weights.lazy import LazyTensor
 
 
 def is_stand_in(tensor: Tensor) -> bool:
-    """Whether a tensor's class is PyTorch's or ours for tensors that are used in place of ordinary ones."""
+    """Whether a tensor is a `FakeTensor` or of a class of this package, and so a replacement."""
     return isinstance(tensor, FakeTensor) or type(tensor).__module__.startswith("torchshard.")
 
 
 def own_class(tensor: Tensor) -> type[Tensor] | None:
-    """The class of a tensor, if the user has chosen it."""
+    """The class of a tensor, if the user has chosen it; else None."""
     return None if type(tensor) in (Tensor, nn.Parameter) or is_stand_in(tensor) else type(tensor)
 
 
@@ -43,17 +45,18 @@ _OF_LAZY = frozenset(LazyTensor.__annotations__)
 
 
 def look_like(tensor: Tensor, replacement: Tensor) -> Tensor:
-    """Gives a replacement the class and the attributes of a tensor, and returns it."""
+    """Gives a replacement the tensor's class and attributes, and returns it."""
     cls = own_class(tensor)
     if cls is not None:
         made = type(replacement)
+        # The replacement's class comes first, so that its methods win.
         replacement.__class__ = type(cls.__name__, (made, cls), {}) if is_stand_in(replacement) else cls
     copy_attributes(tensor, replacement)
     return replacement
 
 
 def copy_attributes(tensor: Tensor, replacement: Tensor) -> None:
-    """Gives a replacement the attributes of a tensor that it does not have."""
+    """Copies the attributes of a tensor that its replacement lacks."""
     vars(replacement).update({n: v for n, v in own_attributes(tensor).items() if n not in vars(replacement)})
 
 
@@ -62,7 +65,7 @@ def copy_attributes(tensor: Tensor, replacement: Tensor) -> None:
 
 class _AsType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not _Type:  # a metaclass of the user's
+        if cls is not _Type:  # a user's metaclass
             return super().__call__(*args, **kwargs)
         return _class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
@@ -74,14 +77,14 @@ class _AsType(type):
 
 
 class _Type(type, metaclass=_AsType):
-    """`type`, which tells of a stand-in the class of what it stands for."""
+    """`type`, which returns the original's class for a replacement."""
 
     __class_getitem__ = classmethod(GenericAlias)  # type: ignore[var-annotated]
 
 
 _Type.__name__, _Type.__qualname__, _Type.__module__ = "type", "type", "builtins"
 _NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
-"""The classes of sizes, and of what is computed of them, where a graph is captured."""
+"""The classes of dynamic sizes and of numbers computed from them -> Python's classes."""
 
 
 def _class_of(value: object) -> type:
@@ -91,12 +94,12 @@ def _class_of(value: object) -> type:
     if not issubclass(cls, FakeTensor):
         return _NUMBERS.get(cls, cls)
     if cls is not FakeTensor:
-        return cls.__bases__[-1]  # as `look_like` makes it
+        return cls.__bases__[-1]  # `look_like` puts the user's class last
     return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
 
 
 def _isinstance(value: object, classes: Any) -> bool:
-    """`isinstance`, for which a size is a number."""
+    """`isinstance`, to which a dynamic size is a number."""
     number = _NUMBERS.get(type(value))
     return isinstance(value, classes) or (number is not None and issubclass(number, classes))
 
@@ -106,10 +109,11 @@ _OF_ORIGINALS = {"type": _Type, "isinstance": _isinstance}
 
 @contextlib.contextmanager
 def types_of_originals(model: nn.Module, visible: Visible) -> Iterator[None]:
-    """Inside the block, `type` and `isinstance` see the originals of stand-ins, in the files of a model's code.
+    """Inside the block, `type` and `isinstance` see originals, in the files of a model's code.
 
     Args:
-        visible: what forward can read. The files are those of the modules' classes, and those of the user's functions.
+        visible: the values that forward can read. The names are added to the files of the modules'
+            classes and of the user's functions.
     """
     of_functions = [
         space.owner for space in visible.namespaces if not _OF_ORIGINALS.keys().isdisjoint(space.names or ())

@@ -1,7 +1,9 @@
-"""Notes the modes in which a forward calls each op: gradients recorded or not, autocast's dtypes, the checkpoint.
+"""Notes the modes in which forward calls each op: grad mode, autocast's dtypes, checkpoint.
 
-`torch.export` marks `no_grad` and autocast blocks as regions of its graph, and loses a `no_grad` block inside an
-autocast block. So the modes are read as each node is recorded, and `regions` uses these in place of export's marks.
+`torch.export` marks `no_grad` and autocast blocks as regions of its graph, and loses a `no_grad`
+block inside an autocast block (in PyTorch 2.13). It does not mark checkpoints. So the modes are
+read as each node is recorded, and `regions` uses these instead of export's marks. They are needed
+as long as export loses inner blocks or checkpoints.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ class Modes(NamedTuple):
     grad: bool
     autocast: Autocast
     checkpoint: int | None
-    """The number of the activation checkpoint (`torch.utils.checkpoint`) that the op is in."""
+    """The number of the activation checkpoint (`torch.utils.checkpoint`) around the op."""
 
 
 def current_modes() -> Modes:
-    """The modes of this thread."""
+    """The current modes of this thread."""
     return Modes(torch.is_grad_enabled(), current_autocast(), _current_checkpoint())
 
 
 def _current_checkpoint() -> int | None:
-    """A checkpoint pushes hooks on saved tensors, or calls a Function that the recording notes."""
+    """The running checkpoint; it pushes hooks on saved tensors, or its Function is recorded."""
     recording = current_recording()
     if recording is None:
         return None
@@ -49,13 +51,13 @@ def _current_checkpoint() -> int | None:
 
 
 def modes_of(node: fx.Node) -> Modes:
-    """The modes in which a node was recorded; this thread's for a node that export has added."""
+    """The modes in which a node was recorded; the current ones for a node that export has added."""
     modes: Modes | None = node.meta.get(_KEY)
     return current_modes() if modes is None else modes
 
 
 def modes_in(node: fx.Node, other: fx.Node) -> dict[str, Modes]:
-    """The meta with a node's modes, but in the checkpoint that another node was recorded in."""
+    """The meta entry with a node's modes, but with the checkpoint of another node."""
     return {_KEY: modes_of(node)._replace(checkpoint=modes_of(other).checkpoint)}
 
 
@@ -65,7 +67,7 @@ def note_modes() -> Iterator[None]:
     proxy_mode = get_proxy_mode()
     assert proxy_mode is not None
     graph = proxy_mode.tracer.graph
-    # Replaced in this graph object alone, so that other threads record theirs as ever.
+    # Replaced in this graph object only, so that other threads record as usual.
     setattr(graph, "create_node", _noting(graph.create_node))  # noqa: B010
     try:
         yield

@@ -1,6 +1,7 @@
 """Drops the warnings that `torch.export` logs in the thread that captures.
 
-They speak of the exported program and its dims, which the user does not know; TorchShard's own name the model.
+They refer to the exported program and its dims, which the user does not know; TorchShard's own
+warnings name the model.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ from collections.abc import Iterator
 
 
 class _DropWarnings(logging.Filter):
-    """Drops the records below ERROR of threads that capture."""
+    """Drops records below ERROR in threads that capture."""
 
     def __init__(self) -> None:
         super().__init__()
         self.local = threading.local()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to keep a record."""
+        """Returns whether to keep a record."""
         return record.levelno >= logging.ERROR or not getattr(self.local, "quiet", False)
 
 
 _FILTER = _DropWarnings()
 _LOGGERS = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
-"""They remark on sizes of one, which are static here too, and on guards, which `flat` checks at each call."""
+"""They warn of sizes of one, static here too, and of guards, which `flat` checks at each call."""
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Drops the warnings inside the block.
 
-    The filter stays on the loggers: to remove it while another thread logs could make that thread skip another filter.
+    The filter stays on the loggers: removing it while another thread logs could make that thread
+    skip another filter.
     """
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(_FILTER)

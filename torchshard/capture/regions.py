@@ -3,9 +3,14 @@
     before    getitem(wrap_with_set_grad_enabled(False, body, x), 0)
     after     x_detach = detach(x); ...body of x_detach...
 
-A `no_grad` block keeps its meaning because its inputs are detached: then nothing inside needs a gradient. A value that
-the block returns as it came in (through `x.to(x.dtype)`, too) is not computed by it, and keeps its gradient. Which ops
-are inside a `no_grad` block is read from the modes that were noted when they were called (see `modes`).
+A `no_grad` block keeps its meaning because its inputs are detached: no value inside then needs a
+gradient. A value that the block returns unchanged (even through `x.to(x.dtype)`) keeps its
+gradient, because the block does not compute it. The modes noted at each op's call decide which ops
+are inside a `no_grad` block (see `modes`).
+
+Export in PyTorch 2.13 makes these regions in
+`torch/_export/passes/replace_set_grad_with_hop_pass.py` and `replace_autocast_with_hop_pass.py`.
+This module is needed as long as it does.
 """
 
 from __future__ import annotations
@@ -26,11 +31,12 @@ aten = torch.ops.aten
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inlines all regions, inner ones too; `detach_within_no_grad` is to follow.
+    """Inlines all regions, including nested ones; call `detach_within_no_grad` afterwards.
 
     Raises:
         CaptureError: a region is control flow, which has no flat form.
     """
+    # Inlining a region adds its inner regions to the graph.
     while regions := [n for n in module.graph.nodes if isinstance(n.target, HigherOrderOperator)]:
         for node in regions:
             _inline(module, node)
@@ -40,7 +46,7 @@ def inline_regions(module: fx.GraphModule) -> None:
 
 
 _BODIES = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
-"""Region -> the index of its body among its arguments; the body's own arguments follow."""
+"""Region -> the index of its body among its arguments; the body's own arguments follow it."""
 
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
@@ -64,7 +70,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _copy_body(module: fx.GraphModule, body: str, before: fx.Node, args: Sequence[Argument]) -> Sequence[Argument]:
-    """Copies the nodes of a region's body before a node of the outer graph; returns the body's results there."""
+    """Copies a region's body in front of a node of the outer graph; returns its results."""
     graph, inner, inputs = module.graph, getattr(module, body), iter(args)
     copies: dict[fx.Node, Argument] = {}
     with graph.inserting_before(before):
@@ -82,14 +88,14 @@ def _copy_body(module: fx.GraphModule, body: str, before: fx.Node, args: Sequenc
 
 
 def detach_within_no_grad(graph: fx.Graph) -> None:
-    """Detaches the values from outside that ops under `no_grad` take, in a call with gradients."""
+    """Detaches outside values that ops under `no_grad` use, if the call records gradients."""
     ops = [n for n in graph.nodes if n.op == "call_function"]
     if not torch.is_grad_enabled():
         _refuse_enabled(ops)
         return
     inside = {n for n in ops if not modes_of(n).grad}
     detached: dict[fx.Node, fx.Node] = {}
-    originals: dict[fx.Node, fx.Node] = {}  # a value that a block returns as it came in -> the value outside
+    originals: dict[fx.Node, fx.Node] = {}  # value returned unchanged -> the value outside
 
     def detach(node: fx.Node) -> fx.Node:
         if node in inside or not is_float(node.meta.get("val")):
@@ -124,13 +130,13 @@ _MAY_RETURN_OPERAND = {
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten.contiguous.default,
     aten.resolve_conj.default, aten.resolve_neg.default,
 }  # fmt: skip
-"""Ops that return the operand itself, not a view of it, if there is nothing to change."""
+"""Ops that return the operand itself, not a view, if it has the requested properties."""
 
 
 def _returns_operand(step: fx.Node) -> bool:
     schema = getattr(step.target, "_schema", None)
     if schema is not None and schema.is_mutable and schema.name.endswith("_"):
-        return True  # the tensor that is written to came from outside, and the block does not change its gradient
+        return True  # the written tensor comes from outside and keeps its gradient
     if step.target not in _MAY_RETURN_OPERAND:
         return False
     operand = step.args[0]

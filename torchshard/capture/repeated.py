@@ -1,15 +1,20 @@
-"""Traces a model's equal layers for the first and the last of them, and repeats the first: for plans, not to run.
+"""Traces only the first and the last of a model's equal layers, and repeats the first: for plans.
 
     export records     enter(x) ... leave(y)    repeated(y)    repeated(...)    enter(x) ... leave(y)
                        the first layer          the second     the third        the last
     `repeat` makes     the first layer's ops, with each layer's own parameters, in place of `repeated`
 
-Tracing the layers takes most of a capture's time. Layers are equal if their modules have the same classes, attributes,
-hooks and kinds of parameters, and are called with the same kinds of arguments. An attribute may be the layer's own
-number: while the first and the last layer run it is out of their `__dict__`, so that a read is seen, and then each
-layer is traced. What can't be seen, such as a counter among the globals, the last layer tells: where its ops are not
-those of the first, the model is exported again, layer by layer. Code that tells layers apart by their identity, in the
-middle alone, goes unseen: so graphs that run are captured layer by layer.
+Tracing the layers takes most of a capture's time. Layers are equal if their modules have the same
+classes, attributes, hooks and kinds of parameters, and are called with the same kinds of arguments.
+An attribute may be the layer's own index. It is removed from `__dict__` while the first and the
+last layer run, so a read is noticed, and then every layer is traced. Other differences, such as a
+counter among the globals, show in the last layer: if its ops differ from the first layer's, the
+model is exported again, layer by layer. Code that treats only middle layers differently, by their
+identity, goes unnoticed. So graphs that run are captured layer by layer.
+
+`torch.export` runs forward as Python code, and so runs every layer. This module replaces `forward`
+of the layers' classes, and `nn.Module.__getattr__` to notice reads. It only saves time: if it
+fails, `flat.capture` traces every layer.
 """
 
 from __future__ import annotations
@@ -36,15 +41,15 @@ from torchshard.ir.graph import size_expr
 
 
 class DifferentLayers(Exception):
-    """Layers that were taken for equal are not."""
+    """Layers that were taken to be equal are not."""
 
 
 class Outcome(NamedTuple):
-    """What a layer returned."""
+    """The result of a layer."""
 
     spec: pytree.TreeSpec
     leaves: tuple[object, ...]
-    """What is in it; a tensor as its number among the marks behind the layer."""
+    """Its leaves; a tensor is replaced by the index of its mark after the layer."""
 
 
 class _Result(NamedTuple):
@@ -61,7 +66,7 @@ class Traced(NamedTuple):
     layer: Layer
     call: Hashable
     attributes: Attributes
-    """What it could see before its call."""
+    """The values that it could see before its call."""
     outcome: Outcome
     enter: Marks
     leave: Marks
@@ -69,20 +74,20 @@ class Traced(NamedTuple):
 
 @dataclass
 class Run:
-    """Equal layers, and what their capture has found out so far."""
+    """Equal layers, and the findings of their capture so far."""
 
     layers: list[Layer]
     first: Traced | None = None
     last: Traced | None = None
     repeated: dict[Marks, Layer] = field(default_factory=dict)
-    """Marks -> the layer that they stand for."""
+    """Marks -> the layer that they represent."""
     called: set[int] = field(default_factory=set)
     is_off: bool = False
-    """Whether each layer is traced."""
+    """Whether every layer is traced."""
 
 
 class TensorType(NamedTuple):
-    """What is known of a tensor beside its values."""
+    """The properties of a tensor except its values."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -92,15 +97,15 @@ class TensorType(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorType:
-        """That of a tensor."""
+        """Reads the type of a tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
 
     def key(self) -> Hashable:
-        """Equal for equal types; sizes are compared as expressions, which adds no assumption to the graph."""
+        """A key, equal for equal types; comparing sizes as expressions adds no assumption."""
         return (tuple(map(size_expr, self.shape)), tuple(map(size_expr, self.stride)), *self[2:])
 
     def made(self) -> Tensor:
-        """A tensor of this type."""
+        """Makes a tensor of this type."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
@@ -110,17 +115,21 @@ class Repeats:
     def __init__(self, layers: Sequence[list[Layer]]) -> None:
         self.runs = [Run(run) for run in layers]
         self._layers = {id(vars(layer.module)): (run, layer) for run in self.runs for layer in run.layers}
-        """By their `__dict__`s: while export traces a module, proxies with the same one stand for it."""
+        """Keyed by the layers' `__dict__`s, which export's proxies for modules share."""
         self.types: list[TensorType] = []
         """Number of a mark -> the type of its result."""
         self._is_inside = False
         self.hidden: dict[tuple[int, str], object] = {}
-        """(id of a module's `__dict__`, attribute) -> its value, of the layer that runs."""
+        """(id of a module's `__dict__`, attribute) -> its hidden value, for the running layer."""
         self.was_read = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Calls of the layers go through this object."""
+        """Routes calls of the layers through this object.
+
+        Raises:
+            DifferentLayers: the last layer's call or results differ in kind from the first layer's.
+        """
         previous, _local.repeats = getattr(_local, "repeats", None), self
         classes = dict.fromkeys(type(layer.module) for run in self.runs for layer in run.layers)
         try:
@@ -135,7 +144,7 @@ class Repeats:
     def call(
         self, module: nn.Module, own: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> object:
-        """Calls a module's own forward, or does what is to be done in place of it."""
+        """Calls a module's own forward, traces it between marks, or repeats the first layer."""
         run, layer = self._layers.get(id(vars(module)), (None, None))
         if run is None or layer is None or self._is_inside or run.is_off or id(layer) in run.called:
             return own(*args, **kwargs)
@@ -148,7 +157,8 @@ class Repeats:
             if {place[:2] for place in seen} <= set(layer.places):
                 return self._repeated(run, run.first, layer, (args, kwargs))
             return own(*args, **kwargs)
-        if call is not None and (is_last or not run.repeated):  # until one is repeated, the first may be a later one
+        # Until a layer is repeated, a later one may become the first.
+        if call is not None and (is_last or not run.repeated):
             return self._traced(run, layer, call, own, (args, kwargs))
         return own(*args, **kwargs)
 
@@ -179,7 +189,7 @@ class Repeats:
 
     @contextlib.contextmanager
     def _running(self, layer: Layer) -> Iterator[None]:
-        """Runs a layer whose own number is hidden."""
+        """Runs a layer while its own index is hidden."""
         self._is_inside, self.was_read = True, False
         self.hidden = {(id(vars(module)), name): vars(module).pop(name) for module, name in layer.numbers}
         try:
@@ -191,7 +201,7 @@ class Repeats:
             self._is_inside, self.hidden = False, {}
 
     def _marked(self, value: Any) -> tuple[Any, Marks]:
-        """The same value, each of whose tensors comes out of a mark in the graph."""
+        """Passes each tensor of a value through a mark in the graph."""
         leaves, spec = pytree.tree_flatten(value)
         tensors = _tensors(leaves)
         made, marks = self._mark([[tensor] for tensor in tensors.values()], map(TensorType.of, tensors.values()))
@@ -209,7 +219,7 @@ class Repeats:
     def _repeated(self, run: Run, first: Traced, layer: Layer, arguments: tuple[Any, Any]) -> object:
         operands = [*_tensors(pytree.tree_leaves(arguments)).values(), *layer.module.parameters()]
         types = [self.types[number] for number in first.leave]
-        # by autograd's account a result requires a gradient if any operand does
+        # to autograd, a result requires a gradient if any operand does
         without = [t for t in operands if not (t.requires_grad and torch.is_grad_enabled())]
         if len(without) < len(operands) and not any(known.requires_grad for known in types):
             raise DifferentLayers(f"{layer.path} has no results with a gradient")
@@ -229,25 +239,25 @@ class Repeats:
 
 
 def _kept() -> tuple[int, int]:
-    """How many calls are kept whole, and how many checkpoints there are, by what is recorded so far."""
+    """The numbers of calls kept whole and of checkpoints that are recorded so far."""
     recording = current_recording()
     return (0, 0) if recording is None else (len(recording.calls), len(recording.checkpoints))
 
 
 def _tensors(leaves: Sequence[object]) -> dict[int, Tensor]:
-    """The tensors among some values, each once, by their ids."""
+    """id -> tensor, for the distinct tensors among some values."""
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _is_fixed(value: object) -> bool:
-    """Whether a layer can't write to a value but by ops: a list or dict would be another one in the layer."""
+    """Whether a layer can change a value only by ops; a list or dict is copied for the layer."""
     if isinstance(value, tuple):
         return all(map(_is_fixed, value))
     return isinstance(value, (Tensor, torch.SymInt, *PLAIN)) and not isinstance(value, nn.Parameter)
 
 
 def _call_key(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
-    """Equal for calls that the same ops compute; None for one with arguments whose content may change."""
+    """A key, equal for calls with the same ops; None if an argument's content may change."""
     if not all(map(_is_fixed, (*args, *kwargs.values()))):
         return None
     leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -296,12 +306,12 @@ def _noting_reads(original: object) -> object:
 
 
 _READS = Patches(Patch(nn.Module, "__getattr__", _noting_reads))
-"""While it is entered, a read of a hidden attribute is noted."""
+"""Notes reads of hidden attributes."""
 
 
 @torch.library.custom_op("torchshard::mark", mutates_args=(), schema="(Tensor[] tensors, int number) -> Tensor")
 def _mark(tensors: Sequence[Tensor], number: int) -> Tensor:
-    """A value that enters or leaves a layer, or a result of a layer that is not traced."""
+    """Marks a value that enters or leaves a layer, or a result of a layer that is not traced."""
     raise NotImplementedError("torchshard::mark exists only in graphs that are being captured")
 
 
@@ -314,5 +324,5 @@ def _(tensors: Sequence[Tensor], number: int) -> Tensor:
 
 _mark.register_autograd(lambda ctx, *grads: (None, None), setup_context=lambda ctx, inputs, output: None)
 MARK: torch._ops.OpOverload = torch.ops.torchshard.mark.default
-# The marks of a layer are found by their numbers, of results that nobody uses, too: export must not remove any.
+# Layers are found by the numbers of their marks, even of unused results: export must keep them all.
 torch.fx.node.has_side_effect(MARK)

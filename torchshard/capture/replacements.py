@@ -1,11 +1,18 @@
-"""Functions of PyTorch that fake tensors can't run, and functions that compute the same, which a capture calls instead.
+"""Replaces functions of PyTorch that export can't record by functions that compute the same.
 
 torch.ctc_loss      reads the lengths: an op of ours has a fake kernel
 torch._grouped_mm   has a fake kernel for bfloat16 only: so has an op of ours, for all dtypes
 torch.cond          compiles its branches: of a predicate that is known before the call, one branch is called
 nn.BatchNorm*d      with momentum=None makes a Python number of its count of batches: the weight stays a tensor
 
-A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced in PyTorch's namespace.
+`torch.func` is recorded by `transforms`; `torch.autograd.grad` and the like are refused. A model
+may call all of them from anywhere, as `nn.CTCLoss` does, so they are replaced in PyTorch's
+namespace.
+
+PyTorch 2.13: `aten._ctc_loss.Tensor` raises `DynamicOutputShapeException` on fake tensors,
+`meta_grouped_mm` in `torch/_meta_registrations.py` checks for bfloat16, `torch.cond` becomes a
+region with two branches, and `_BatchNorm.forward` calls `float(self.num_batches_tracked)`. Each
+replacement can go when export records PyTorch's own function as flat ops.
 """
 
 from __future__ import annotations
@@ -51,7 +58,7 @@ def _grouped_mm(
 
 
 def _refused(attempt: str) -> Callable[..., object]:
-    """What takes the place of a function that differentiates within forward; the advice for those who call it."""
+    """Builds the replacement of a function that differentiates; `attempt` is the advice."""
 
     def refuse(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         recording = current_recording()
@@ -104,6 +111,7 @@ def _batch_norm(original: Callable[..., Tensor], module: _BatchNorm, input: Tens
 REPLACEMENTS = Patches(
     Patch(torch, "ctc_loss", in_captures(_ctc_loss)),
     Patch(torch, "_grouped_mm", in_captures(_grouped_mm)),
+    # Without running statistics: they are updated below, with a weight that stays a tensor.
     Patch(torch, "cond", in_captures(_cond)),
     Patch(_BatchNorm, "forward", in_captures(_batch_norm)),
     Patch(apis, "vmap_impl", in_captures(recorded)),
@@ -114,11 +122,11 @@ REPLACEMENTS = Patches(
     Patch(torch.autograd, "backward", in_captures(_no_gradients)),
     Patch(torch.autograd.forward_ad, "enter_dual_level", in_captures(_refused("torch.func.jvp of a function"))),
 )
-"""While it is entered, threads that capture call the replacements."""
+"""Makes threads that capture call the replacements."""
 
 
 @contextlib.contextmanager
 def replaced_functions() -> Iterator[None]:
-    """While it is entered, threads that capture call what replaces functions of PyTorch, in this module and others."""
+    """Makes threads that capture call all replacements, including those of other modules."""
     with INTERCEPTED_SEEDING, VALUE_CHECKS, KNOWN_NUMBERS, REPLACEMENTS:
         yield

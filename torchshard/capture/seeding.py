@@ -1,8 +1,11 @@
-"""Refuses a forward that seeds PyTorch's RNG: its graph would be seeded once, when it is captured, and never again.
+"""Refuses a forward that seeds PyTorch's RNG: its graph would be seeded once, when it is captured.
 
-A custom Function that is kept whole may seed, because it runs again in each call of the graph; while it runs on fake
-tensors its seeding is only noted. Forwards that seed without calling `torch.manual_seed` and the like (through
-`torch.default_generator`) are found by `generators`.
+A custom Function that is kept whole may seed, because it runs again in each call of the graph.
+While it runs on fake tensors, its seeding is only noted. `generators` finds forwards that seed in
+another way than by `torch.manual_seed` and the like (through `torch.default_generator`).
+
+Export in PyTorch 2.13 runs `torch.manual_seed` (`torch/random.py`) as Python code and records no
+node for it. This module is needed as long as a graph can't seed.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ def _seed(original: Callable[..., object], *args: object, **kwargs: object) -> o
 
 
 def _is_called_by_dynamo() -> bool:
-    """Whether TorchDynamo calls the function that seeds: it puts the RNG state back after branches of `torch.cond`."""
-    # the frames between are those of `_seed` and of what `in_captures` makes of it
+    """Whether TorchDynamo seeds: it restores the RNG state after branches of `torch.cond`."""
+    # skips the frames of `_seed` and of the wrapper that `in_captures` makes
     return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
@@ -38,15 +41,15 @@ _FUNCTIONS = ("manual_seed", "seed", "set_rng_state")
 INTERCEPTED_SEEDING = Patches(
     *(Patch(owner, name, in_captures(_seed)) for owner in (torch, torch.random) for name in _FUNCTIONS)
 )
-"""While it is entered, functions that seed are refused or noted in threads that capture.
+"""Refuses or notes calls of functions that seed, in threads that capture.
 
-These are plain Python functions without tensor arguments, so no mode sees them. To compare the generator's states
-instead would not show the line that seeds, or tell this thread's seeding from another's.
+These are plain Python functions without tensor arguments, so no mode sees them. Comparing the
+generator's states would not show the line that seeds, or distinguish threads.
 """
 
 
 def seeds_inside_forward(where: str) -> CaptureError:
-    """The error for a model that seeds a random number generator."""
+    """Builds the error for a model that seeds a random number generator."""
     return CaptureError(
         "the model seeds the random numbers",
         where=where,

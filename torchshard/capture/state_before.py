@@ -1,8 +1,13 @@
-"""What forward leaves in its modules: a buffer that it assigns is written to, at the end; what else changes is refused.
+"""Handles changes that forward makes to its modules.
+
+An assigned buffer is written to at the end of forward. Other changes are refused.
 
     self.mean = self.mean + 0.1 * (x.mean(0) - self.mean)      ..., mean.copy_(add)
 
-Export notes assigned buffers of the outermost module alone, and finds them by their order in it.
+Export in PyTorch 2.13 does this for the outermost module only, and finds buffers by their position
+in `_buffers` (`_export_to_aten_ir_make_fx` in `torch/export/_trace.py`, with
+`register_buffer_assignment_hook`). This module writes the buffers of all modules, and removes
+export's hook. It is needed as long as export ignores inner modules.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from torchshard.core.modules import storage_id
 
 
 class StateBefore:
-    """What a model's modules held before a call: parameters, buffers, modules; and their modes."""
+    """The parameters, buffers, submodules and modes of a model's modules before a call."""
 
     def __init__(self, model: nn.Module) -> None:
         dicts = {id(d): d for module in model.modules() for d in (module._parameters, module._buffers)}
@@ -32,11 +37,11 @@ class StateBefore:
         self._cls = type(model).__name__
 
     def modes_changed(self) -> list[Place]:
-        """The modules that are in another mode now."""
+        """The modules with a different mode now."""
         return [(path, "training") for path, module, mode in self._modes if module.training != mode]
 
     def assigned(self) -> list[tuple[str, Any, Any]]:
-        """The names under which something else is held now, what was there, and what is."""
+        """(name, value before, value now) of each parameter or buffer assigned or removed."""
         return [
             (name, before.get(name), now.get(name))
             for now, before in self._held
@@ -45,7 +50,7 @@ class StateBefore:
         ]
 
     def restore(self) -> None:
-        """Puts everything back into its place."""
+        """Restores parameters, buffers, submodules, modes and requires_grad."""
         for now, before in (*self._held, *self._modules):
             now.clear()
             now.update(before)
@@ -55,19 +60,21 @@ class StateBefore:
             parameter.requires_grad_(is_trained)
 
     def write_assigned(self, results: Sequence[Any]) -> list[Any]:
-        """Writes what was assigned to buffers into those that the model had before.
+        """Writes assigned buffers into the tensors that the model had before.
 
         Returns:
-            The results; those that share memory with such a buffer as copies of its old values.
+            The results; those that share memory with such a tensor become copies of its old values.
 
         Raises:
-            CaptureError: a parameter or module was replaced or frozen, or a graph can't hold what was assigned.
+            CaptureError: a parameter or module was replaced or frozen, or a graph can't do the
+                assignment.
         """
         self._check_modules()
         assigned = self.assigned()
         names = Counter(id(tensor) for _, before in self._held for tensor in before.values())
         for name, tensor, value in assigned:
             self._check(name, tensor, value, is_tied=names[id(tensor)] > 1)
+        # Results and values may share memory with a buffer: they are copied before any write.
         written = {storage_id(tensor) for _, tensor, _ in assigned}
 
         def kept(value: Any) -> Any:
@@ -80,7 +87,7 @@ class StateBefore:
         return results
 
     def _frozen(self) -> list[tuple[str, Tensor, bool]]:
-        """The parameters whose requires_grad was set; a write may change it too, and those are no leaves then."""
+        """Leaf parameters with a changed requires_grad; writes may change it, on a non-leaf."""
         return [each for each in self._trained if each[1].is_leaf and each[1].requires_grad != each[2]]
 
     def _check_modules(self) -> None:
@@ -128,7 +135,7 @@ class StateBefore:
 
 @contextlib.contextmanager
 def without_exports_own() -> Iterator[None]:
-    """Takes the hook off by which export notes what is assigned to buffers of the outermost module."""
+    """Removes export's own hook, which notes the buffers assigned to the outermost module."""
     hooks: dict[int, Any] = torch_module._global_buffer_registration_hooks
     off = {number: hook for number, hook in hooks.items() if "_map_assigned_buffer" in getattr(hook, "__name__", "")}
     for number in off:

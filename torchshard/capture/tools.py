@@ -1,7 +1,8 @@
-"""Tools around a call, which are no part of a model: `CommDebugMode`, `ModuleTracker`, `FlopCounterMode`.
+"""Tools around a call, such as `CommDebugMode`, `ModuleTracker` and `FlopCounterMode`.
 
-Within a capture their hooks on all modules would run on fake tensors, and their hooks on results would become ops of
-the graph. Dispatch modes would count the ops of captures and recordings, some of a dynamic size.
+They are not part of a model. During a capture, their hooks on all modules would run on fake
+tensors, and their hooks on results would become ops of the graph. Dispatch modes would count the
+ops of captures and recordings, some of them with dynamic sizes.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ def is_tools(hook: object) -> bool:
 
 @contextlib.contextmanager
 def without_tools() -> Iterator[None]:
-    """Takes the tools' hooks and all dispatch modes off.
+    """Removes the tools' hooks and all dispatch modes inside the block.
 
-    Calls of all threads take turns, so that nobody else captures meanwhile. Under a FakeTensorMode the modes stay: the
-    model's tensors are its own.
+    Calls of all threads take turns, so no other thread captures meanwhile. Under a FakeTensorMode
+    the modes stay, because the model's tensors belong to it.
     """
     hooks = [getattr(torch_module, f"_global_{name}") for name in _HOOKS]
     off = [(held, number, hook) for held in hooks for number, hook in held.items() if is_tools(hook)]

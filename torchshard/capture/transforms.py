@@ -3,9 +3,14 @@
     vmap(lambda w: F.linear(x, w))(weights)      expand, transpose, bmm
     grad(lambda t: net(t).tanh().sum())(x)       ..., tanh, sum, ones_like, expand, tanh_backward, mm
 
-`torch.export` records forward above autograd and the transforms, where it sees neither the tensors that they wrap nor
-the ops of a derivative. Inside a transform, ops are recorded below both, as ATen ops on plain tensors. Autograd then
-differentiates the recorded ops, including those of a derivative.
+`torch.export` records forward above autograd and the transforms. There it misses the wrapped
+tensors and the ops of a derivative. Inside a transform, ops are recorded below both, as ATen ops on
+plain tensors. Autograd then differentiates the recorded ops, including those of a derivative.
+
+`replacements` patches the entry points: `vmap_impl` in `torch/_functorch/apis.py`;
+`grad_and_value_impl`, `_vjp_with_argnums` and `_jvp_with_argnums` in `eager_transforms.py`. Export
+in PyTorch 2.13 leaves nodes for functorch's own functions, such as `_add_batch_dim`. This module is
+needed as long as it does.
 """
 
 from __future__ import annotations
@@ -25,14 +30,14 @@ from torchshard.core.errors import in_short
 
 
 def is_in_transform() -> bool:
-    """Whether this thread, which captures, records below autograd."""
+    """Whether this thread, which captures, records below autograd: it runs a transform."""
     return _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY) is None
 
 
 @contextlib.contextmanager
 def _below_autograd() -> Iterator[None]:
     above = unset_mode_pre_dispatch(_TorchDispatchModeKey.PROXY)
-    if above is None:  # a transform within another
+    if above is None:  # nested in another transform
         yield
         return
     function_modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
@@ -50,7 +55,7 @@ def _below_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Takes the hooks on saved tensors away, which transforms refuse."""
+    """Removes the hooks on saved tensors, which transforms refuse."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -68,13 +73,13 @@ def recorded(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def recorded_vjp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `recorded`, of one whose result's second part is a function that goes on with it."""
+    """Calls and records a transform, and the function in the second place of its result."""
     result, vjp_fn, *more = recorded(transform, *args, **kwargs)
     return (result, lambda *cotangents, **how: recorded(vjp_fn, *cotangents, **how), *more)
 
 
 def recorded_jvp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `recorded`, of the forward mode, which some ops have on real tensors alone."""
+    """Calls and records a forward-mode transform, which some ops support only for real tensors."""
     try:
         return recorded(transform, *args, **kwargs)
     except RuntimeError as error:

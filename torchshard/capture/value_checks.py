@@ -1,10 +1,15 @@
-"""Checks of a tensor's values that only raise: `if (variance < 0).any(): raise ValueError(...)`.
+"""Lets checks of a tensor's values pass: `if (variance < 0).any(): raise ValueError(...)`.
 
-A graph can't hold a branch on a value. Where one side of it only raises, as in the losses and distributions of PyTorch
-and in `assert`, the graph holds the other side: as with `torch._assert_async`, what it checks is not checked.
+A graph can't contain a branch on a value. If one side of it only raises, as in the losses and
+distributions of PyTorch and in `assert`, the graph contains the other side, and the check is lost.
+`passes.normalize` drops `torch._assert_async` in the same way.
 
-The side is found in the bytecode behind the branch. A check within a `try`, of any function up to the model, is left
-alone, for the model may compute something else when it raises.
+The bytecode after the branch shows which side raises. A check within a `try`, of any function up to
+the model, is left alone, because the model may compute something else when it raises.
+
+Export in PyTorch 2.13 refuses such a branch, because a fake tensor's `bool` has no value
+(`GuardOnDataDependentSymNode`). So `Tensor.__bool__` is replaced during captures. This is needed as
+long as export refuses a branch with one side that only raises.
 """
 
 from __future__ import annotations
@@ -30,12 +35,13 @@ _RUN_FORWARD = ("torchshard.capture.trace", "torchshard.capture.rehearsal")
 """The modules that call a model's forward."""
 _RAISES = ("RAISE_VARARGS", "RERAISE")
 _RETURNS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE")
+# A side of a branch with one of these does more than raise.
 _LEAVES = (*_RETURNS, "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR")
 
 
 def _bool(original: Callable[[Tensor], bool], tensor: Tensor) -> bool:
     if is_fake(tensor):
-        passed = _passed(sys._getframe(2))  # behind the frame of what `in_captures` makes of this function
+        passed = _passed(sys._getframe(2))  # skips the frame of `in_captures`
         known = known_number(tensor, bool) if passed is None else passed
         if known is not None:
             return bool(known)
@@ -43,18 +49,19 @@ def _bool(original: Callable[[Tensor], bool], tensor: Tensor) -> bool:
 
 
 VALUE_CHECKS = Patches(Patch(Tensor, "__bool__", in_captures(_bool)))
-"""While it is entered, checks of values pass in threads that capture.
+"""Lets checks of values pass, in threads that capture.
 
-A TorchFunctionMode would not do: it is off within PyTorch's functions that are written in Python, such as its losses.
+A TorchFunctionMode would not work: it is off within PyTorch's functions that are written in Python,
+such as its losses.
 """
 
 
 def _passed(frame: FrameType) -> bool | None:
-    """The truth of a value with which a frame that asks for it does not raise; None if that is more than a check."""
+    """The truth value with which a frame does not raise; None if the branch is not just a check."""
     answer = _side_that_goes_on(frame.f_code, frame.f_lasti)
     caller: FrameType | None = frame
     while answer is not None and caller is not None and caller.f_globals.get("__name__") not in _RUN_FORWARD:
-        # PyTorch's own frames around a call handle exceptions by raising them again
+        # PyTorch's own frames around a call re-raise the exceptions that they handle
         if (caller is frame or not is_library(caller.f_code.co_filename)) and _is_caught(caller.f_code, caller.f_lasti):
             return None
         caller = caller.f_back
@@ -62,7 +69,7 @@ def _passed(frame: FrameType) -> bool | None:
 
 
 def _instructions(code: CodeType) -> tuple[dict[int, Any], dict[int, int]]:
-    """Offset -> instruction, and the offset of the next one."""
+    """Offset -> instruction, and offset -> offset of the next instruction."""
     instructions = {one.offset: one for one in dis.get_instructions(code)}
     return instructions, dict(itertools.pairwise(sorted(instructions)))
 
@@ -88,7 +95,7 @@ def _side_that_goes_on(code: CodeType, offset: int) -> bool | None:
 def _only_raises(
     start: int, instructions: dict[int, Any], following: dict[int, int], leaves: Sequence[str] = _LEAVES
 ) -> bool:
-    """Whether all ways on from an instruction end in a `raise`, without one of some other instructions."""
+    """Whether all paths from an instruction end in a `raise` and avoid those in `leaves`."""
     seen, waiting, raises = set[int](), [start], False
     while waiting:
         offset = waiting.pop()
@@ -111,9 +118,10 @@ def _only_raises(
 
 @functools.lru_cache(maxsize=4096)
 def _is_caught(code: CodeType, offset: int) -> bool:
-    """Whether an exception at an instruction may end in the same function, by more than the end of a `with`."""
+    """Whether the function itself may handle an exception, apart from ending a `with`."""
     instructions, following = _instructions(code)
     entries: Any = getattr(dis.Bytecode(code), "exception_entries", ())
     targets = [entry.target for entry in entries if entry.start <= offset < entry.end]
     ends = [at for at in targets if instructions[following[at]].opname != "WITH_EXCEPT_START"]
-    return not all(_only_raises(target, instructions, following, _RETURNS) for target in ends)  # a `finally` does
+    # A `finally` only raises again.
+    return not all(_only_raises(target, instructions, following, _RETURNS) for target in ends)

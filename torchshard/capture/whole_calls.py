@@ -1,7 +1,12 @@
-"""Keeps calls whole in a graph: custom autograd.Functions, recurrent layers and gradient hooks on activations.
+"""Keeps calls whole in a graph: custom autograd.Functions, recurrent layers and gradient hooks.
 
-A graph of ATen ops would hold the forward of a custom Function or hook and lose its backward. So the call is recorded
-(see `recording`), and becomes one op of the graph that runs the model's own Python code, forward and backward.
+A graph of ATen ops would contain the forward of a custom Function or hook, and lose its backward.
+So the call is recorded (see `recording`). It becomes one op of the graph that runs the model's own
+Python code, forward and backward.
+
+Export in PyTorch 2.13 runs `Function.apply` (`torch/autograd/function.py`), and records only the
+ops of its forward; `Tensor.register_hook` leaves no node. This module is needed as long as export
+loses such backward code.
 """
 
 from __future__ import annotations
@@ -35,10 +40,10 @@ def keep_whole(
     modules = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)}
     tensors = [i for i, value in enumerate(flat.tensors) if isinstance(value, Tensor)]
     sizes = [i for i in range(len(flat.tensors)) if i not in tensors]
-    rebuild_arguments = flat.rebuild  # `flat` itself holds tensors of the capture
+    rebuild_arguments = flat.rebuild  # `flat` itself refers to tensors of the capture
 
     def rebuild(operands: Sequence[object]) -> tuple[Sequence[object], dict[str, object]]:
-        # The op takes tensors before sizes, the call's arguments may mix them.
+        # The op takes tensors before sizes; the call's arguments may mix them.
         by_place = dict(zip([*tensors, *sizes], operands, strict=True))
         call_args, call_kwargs = rebuild_arguments([by_place[place] for place in range(len(by_place))])
         return call_args, call_kwargs
@@ -54,7 +59,7 @@ def keep_whole(
 
 
 def keep_hook(recording: Recording, tensor: Tensor, hook: Callable[[Tensor], object]) -> _NoHandle:
-    """Records a gradient hook."""
+    """Records a gradient hook; refuses one that uses a tensor of forward."""
     values = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
     values.append(getattr(hook, "__defaults__", ()))
     if any(isinstance(leaf, Tensor) and is_fake(leaf) for leaf in pytree.tree_leaves(values)):
@@ -69,7 +74,7 @@ class _NoHandle:
     """The result of `register_hook` in a captured forward."""
 
     def remove(self) -> NoReturn:
-        """Refuses to remove a hook, which is a part of the graph.
+        """Refuses to remove a hook, because it is part of the graph.
 
         Raises:
             CaptureError: always.
@@ -90,10 +95,11 @@ def _replace_apply(original: object) -> object:
 
     def apply(cls: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
         recording = current_recording()
-        # A torch.library op, whose backward is such a class, is one op of a graph already.
+        # A torch.library op has such a class as its backward, and is one op of a graph already.
         if recording is None or recording.inside_call or cls.__name__.startswith("GeneratedBackwardFor_"):
             return bind(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
+            # The second argument is preserve_rng_state.
             function, _, *operands = args
             return recording.run_checkpoint(cast(Callable[..., object], function), operands)
         if cls is torch.nn.modules._functions.BackwardHookFunction:
@@ -113,8 +119,8 @@ def _backward_hooks() -> CaptureError:
 
 
 INTERCEPTED_FUNCTIONS = Patches(Patch(torch.autograd.function._SingleLevelFunction, "apply", _replace_apply))
-"""While it is entered, calls of custom Functions are kept whole in threads that capture.
+"""Keeps calls of custom Functions whole, in threads that capture.
 
-`Function.apply` calls its base class's `apply`, which is replaced here, because a model may have bound `f = F.apply` at
-import. No mode sees the call itself: modes see the ops of its forward.
+A model may have bound `f = F.apply` at import, so the base class's `apply` is replaced, which
+`Function.apply` calls. Modes see the ops of a Function's forward, but not the call itself.
 """
