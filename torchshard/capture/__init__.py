@@ -1,6 +1,6 @@
 """Captures a module, called on example inputs, as one flat graph of ATen ops. Read `flat` first.
 
-flat                                     `capture`: the way of a call from its arguments to its graph
+flat                                     `capture`: from a call's arguments to its graph
 signature, known_calls                   arguments as tensors and structure
 models, looks, shared_memory             copies and checks of models and tensors
 trace                                    the call of torch.export, with
@@ -10,12 +10,14 @@ trace                                    the call of torch.export, with
   seeding, generators                    random numbers that a graph would freeze
   conditions, known_numbers              numbers that forward takes from buffers, known before a call
   value_checks                           checks of values that only raise
-  replacements                           functions that fake tensors can't run
+  replacements, transforms               functions that fake tensors can't run; torch.func as ops
+  carried, state_before                  values that forward stores in arguments and buffers
+  repeated, equal_layers, copied_layers  equal layers, traced once for plans
   equal_sizes, assumptions               dynamic sizes
-  quiet, names, export_errors            logs, names of nodes, texts of errors
-visible, namespaces, user_code           what forward can read apart from its arguments, and
-  attributes, rehearsal, watch           what it writes there, and what has changed since
-facts                                    what planning must know of a model
+  quiet, names, export_errors, tools     logs, names of nodes, texts of errors, debugging tools
+visible, namespaces, user_code           values that forward can read beyond its arguments,
+  attributes, rehearsal, watch           those that it writes there, and their changes since
+facts                                    the facts about a model that planning needs
 """
 
 from torchshard.capture.attributes import describe

@@ -1,4 +1,4 @@
-"""Turns an exception of `torch.export` into a CaptureError with the user's line, the reason and an advice."""
+"""Turns an exception of `torch.export` into a CaptureError with line, reason and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchshard.core.user_files import is_library
 
 class _Advice(NamedTuple):
     pattern: str
-    """Searched for in the exception's text and in the names of the functions on its stack."""
+    """Searched for in the exception's text and in the function names on its stack."""
     reason: str
     attempt: str
 
@@ -58,7 +58,7 @@ _ADVICE = (
         "inputs of one fixed shape, or a model that does not compare sizes",
     ),
 )
-"""The first one that matches is used, so the patterns go from particular to general."""
+"""The first match is used, so the patterns go from particular to general."""
 
 _DEFAULT = _Advice(
     "",
@@ -68,13 +68,14 @@ _DEFAULT = _Advice(
 
 
 def capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    """The error for a model that export could not run."""
+    """Builds the error for a model that export could not run."""
     text, stack = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
     layer = layer_line(stack)
     last = stack[-1] if stack and not is_library(stack[-1].filename) else None
     is_theirs = last is not None and re.search(r"\braise\b|\bassert\b", last.line or "")
     names = [frame.name for frame in stack if is_library(frame.filename)]
-    searched = " ".join(([] if is_theirs else [text]) + [*names, layer])  # not what the user's own code calls things
+    # The user's own messages and function names could match a pattern by chance.
+    searched = " ".join(([] if is_theirs else [text]) + [*names, layer])
     advice = next((row for row in _ADVICE if re.search(row.pattern, searched)), _DEFAULT)
     first_line = text.strip().splitlines()[0][:300]
     return CaptureError(

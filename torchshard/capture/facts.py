@@ -1,6 +1,7 @@
-"""Reads the facts about a model that planning needs and a graph does not hold.
+"""Reads the facts about a model that planning needs and a graph lacks.
 
-They are read once, so that planning, plan files and error messages name modules, tied parameters and devices alike.
+They are read once, so planning, plan files and error messages use the same names of modules, tied
+parameters and devices.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from torchshard.capture.models import shared_names
 
 _BASE_CLASSES = (nn.Linear, nn.Embedding)
-"""A subclass of these counts as the class itself, because other libraries' plans have words for these two."""
+"""A subclass of these counts as the class itself, because other libraries' plans name these two."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,18 @@ class TensorFacts:
 
     shape: tuple[int, ...]
     itemsize: int
-    """Bytes of an element."""
+    """Bytes per element."""
     module: str
-    """The class of the module that holds it: 'Linear', 'Embedding'."""
+    """The class of the module that owns it: 'Linear', 'Embedding'."""
     names: tuple[str, ...]
-    """All its names, in the model's order; a tied one has several."""
+    """All its names, in the model's order; a tied tensor has several."""
     is_parameter: bool
     is_trained: bool
     """Whether it is a parameter that requires a gradient."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor."""
         return math.prod(self.shape) * self.itemsize
 
 
@@ -45,7 +46,7 @@ class ModelFacts:
     """The modules, parameters, buffers and device of a model."""
 
     modules: Mapping[str, type[nn.Module]]
-    """Path -> class, of all modules; the model itself has the path ''."""
+    """Path -> class of each module; the model itself has the path ''."""
     grouped: frozenset[str]
     """The paths of modules with several groups, such as grouped convolutions."""
     tensors: Mapping[str, TensorFacts]
@@ -55,7 +56,7 @@ class ModelFacts:
 
     @staticmethod
     def of(model: nn.Module) -> ModelFacts:
-        """Reads a model."""
+        """Reads the facts of a model."""
         modules, names = dict(model.named_modules()), shared_names(model)
         tensors = {
             name: TensorFacts(
@@ -78,13 +79,13 @@ class ModelFacts:
 
     @cached_property
     def signature(self) -> str:
-        """Equal for models whose parameters and buffers have the same names and shapes."""
+        """A hash that is equal for models with equal names and shapes of parameters and buffers."""
         shapes = sorted((name, tensor.shape) for name, tensor in self.tensors.items())
         return hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
 
 
 def device_type(model: nn.Module) -> str:
-    """The type of the device that a model's parameters are on: 'cpu', 'cuda', 'meta'; 'cpu' if it has none."""
+    """The device type of a model's parameters: 'cpu', 'cuda', 'meta'; 'cpu' without parameters."""
     return next((p.device.type for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
 
 

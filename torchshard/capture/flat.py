@@ -1,17 +1,19 @@
 """Captures one call of a module as one flat graph of ATen ops, with global shapes.
 
-`torch.export` (non-strict, training IR) runs the model on fake tensors, so that linear, attention, layer_norm,
-cross_entropy and dropout stay whole and no parameter is read. Its result becomes the graph that all passes work on:
+`torch.export` (non-strict, training IR) runs the model on fake tensors. So linear, attention,
+layer_norm, cross_entropy and dropout stay single ops, and no parameter is read. The result becomes
+the graph that all passes work on:
 
     placeholders    parameters, buffers and constants first, then the call's tensors; meta["kind"], meta["path"]
     call_function   ATen ops; meta["val"] (fake, global shape), meta["module"] (path), meta["source"] (user's line)
     output          the flat list of result tensors
 
-Each input tensor's first two dims (batch, sequence) are dynamic if the model computes the same for any size.
-`Captured.assumes` checks the graph's assumptions about its inputs at each call.
+The first two dims of each input tensor (batch, sequence) are dynamic if the model computes the same
+for any size. `Captured.assumes` checks the graph's assumptions about its inputs at each call.
 
-Control flow that depends on data is an error. Custom `autograd.Function`s and gradient hooks are ops of the graph,
-called whole. The ops of an activation checkpoint are marked: their values are computed again in backward.
+Data-dependent control flow raises an error. Custom `autograd.Function`s and gradient hooks are kept
+whole: each is one op of the graph. The ops of an activation checkpoint are marked, because backward
+computes their values again.
 """
 
 from __future__ import annotations
@@ -47,36 +49,36 @@ from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.graph import duplicate, fake_mode, guards, writes, written_state
 
 DYNAMIC_DIMS = frozenset({0, 1})
-"""The dims of input tensors that may vary from call to call: batch and sequence."""
+"""The dims of input tensors that may vary between calls: batch and sequence."""
 log = logging.getLogger("torchshard.capture.flat")
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph with all that is needed to call it."""
+    """A graph with all the data needed to call it."""
 
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     """The names of the call's tensors, in the order of their placeholders."""
     constants: Mapping[str, Tensor]
-    """Path -> tensor that the model makes of Python numbers."""
+    """Path -> tensor that forward reads, other than parameters, buffers and arguments."""
     result: Leaves
-    """What `forward` returns, and what it leaves in its arguments; its `rebuild` takes the graph's results."""
+    """Forward's result and the carried values; its `rebuild` takes the graph's results."""
     changes: Changes
-    """Where in the arguments it leaves what."""
+    """Where the arguments store the carried values."""
     assumes: Assumption
-    """Whether tensors satisfy the graph's assumptions about sizes."""
+    """Checks whether tensors satisfy the graph's assumptions about sizes."""
     guards: int = 0
-    """The number of guards on sizes that export added; `assumes` checks these, and no later ones."""
+    """The number of size guards that export added; `assumes` does not check later ones."""
     assigned: tuple[tuple[str, ...], ...] = ()
-    """The places (see `attributes`) of the attributes that forward assigns in each call."""
+    """The places (see `attributes`) to which forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()
-    """Those where it leaves tensors that depend on the call, which a call of the graph does not."""
+    """Assigned places where forward leaves tensors of the call; the graph leaves none."""
     conditions: tuple[tuple[Condition, Number], ...] = ()
-    """The numbers known before a call for which the graph is right, and what they are."""
+    """The numbers known before a call, with the values for which the graph is right."""
 
     def finish(self, results: Sequence[object], arguments: object) -> Any:
-        """Stores what the call leaves in its arguments, of the graph's results; returns what `forward` returns."""
+        """Stores the carried values from the graph's results, and returns forward's result."""
         find = finder(arguments)
         value, items = self.result.rebuild(results, find)
         self.changes.store(find, items)
@@ -94,21 +96,23 @@ def capture(
     numbers: Collection[str] = (),
     divided: Mapping[int, int] = MappingProxyType({}),
 ) -> Captured:
-    """Captures one call of the model; of the tensors, only shapes, strides and dtypes are read.
+    """Captures one call of the model; reads only shapes, strides and dtypes of its tensors.
 
     Args:
-        dynamic: whether batch and sequence may vary from call to call, if the model allows it.
-        left: the tensors that an earlier call has left in the arguments, by name, and the dim that is split: their
+        dynamic: whether batch and sequence may vary between calls, if the model allows it.
+        left: name -> split dim, of each tensor that an earlier call left in the arguments; its
             other dims may vary too.
-        numbers: the places of integers in the arguments that vary from call to call.
-        divided: dims of the call's tensors -> a number of ranks. Where the size of such a dim is dynamic and the ranks
-            divide it, with more than one element for each, they do in all calls of the graph; and else in none.
-        repeating: whether equal layers are traced for the first and the last alone. What Python code does in the layers
-            between is then not seen: for graphs that are planned, and not run.
+        numbers: the places of integers in the arguments that vary between calls.
+        divided: dims of the call's tensors -> a number of ranks. A dynamic size of such a dim is
+            divisible by the ranks, with at least two elements each, in all calls of the graph or in
+            none.
+        repeating: whether only the first and the last of equal layers are traced. Effects of Python
+            code in the layers between are not seen: for graphs that are planned, not run.
 
     Raises:
         CaptureError: the model can't be captured; the error names the line and an alternative.
-        InputError: `forward` does not take these arguments, or a tensor is on another device than the model.
+        InputError: `forward` does not take these arguments, or a tensor is on another device than
+            the model.
     """
     call = flatten_call(model, args, kwargs or {}, numbers)
     check_inputs(model, call)
@@ -117,13 +121,13 @@ def capture(
     if repeating:
         try:
             return captured_flat(model, call, shapes, divided, repeating=True)
-        except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
+        except Exception as error:  # the capture of every layer reports the model's errors
             log.info("each layer is traced: %s", error)
     return captured_flat(model, call, shapes, divided, repeating=False)
 
 
 def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> frozenset[int]:
-    """The dims of an input that may vary from call to call."""
+    """The dims of an input that may vary between calls."""
     return frozenset(range(tensor.ndim)) - {left[name]} if name in left else DYNAMIC_DIMS & set(range(tensor.ndim))
 
 
@@ -148,7 +152,7 @@ def captured_flat(
     _warn_of_writes_in_checkpoints(graph.graph)
     _order_placeholders(graph.graph)
     rename_nodes(graph.graph)
-    # Without the modules and attributes of the exported program, which the graph does not use.
+    # Drops the modules and attributes of the exported program, which the graph does not use.
     graph = duplicate(fx.GraphModule(nn.Module(), graph.graph))
     sizes = divided_sizes(graph.graph, divided)
     graph.meta["multiples"] = frozenset(size for size, known in sizes.items() if known.fits)
@@ -170,7 +174,7 @@ def captured_flat(
 
 
 def _flatten(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
-    """Makes of an exported graph whose regions are inlined one without stand-ins, whose output is a flat tuple."""
+    """Replaces temporary ops by real calls, and flattens the output; regions are inlined before."""
     detach_within_no_grad(graph)
     for node in graph.nodes:
         _check_node(node)
@@ -185,7 +189,8 @@ def _check_node(node: fx.Node) -> None:
     """Refuses a node that can't be planned.
 
     Raises:
-        CaptureError: the node makes a number of a tensor's value, or draws from a generator of the model's own.
+        CaptureError: the node turns a tensor's value into a number, or draws from a generator of
+            the model.
     """
     line = line_in(node.meta.get("stack_trace") or "") or node.name
     if node.target in _READS_VALUE and not all(map(_is_only_checked, node.users)):
@@ -205,7 +210,7 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _is_only_checked(user: fx.Node) -> bool:
-    """Whether a user of a tensor's value asserts about it or cuts a tensor by it, which a graph can hold."""
+    """Whether a use of a tensor's value only asserts or cuts by it, which a graph can express."""
     if isinstance(user.target, torch._ops.OpOverload):
         return user.target in _CHECKS_VALUE
     return user.op == "call_function" and all(map(_is_only_checked, user.users))
@@ -234,7 +239,7 @@ _SCRIPT_OBJECTS = ("CustomObjArgument", "FakeScriptObject")
 
 
 def _insert_whole_calls(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
-    """Replaces the stand-ins by the calls themselves."""
+    """Replaces the temporary ops by the calls that they represent."""
     stand_ins: dict[fx.Node, WholeCall] = {}
     for node in graph.nodes:
         if node.target is WHOLE:
@@ -249,12 +254,12 @@ def _insert_whole_calls(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> No
 
 
 def _replace_stand_in(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
-    """Adds the call beside its stand-in, which then has no users; a hook directly behind the tensor it is set on."""
+    """Adds the call at its temporary op, which loses its users; a hook directly after its tensor."""
     tensors, sizes, _ = node.args
     assert isinstance(tensors, Sequence) and isinstance(sizes, Sequence) and isinstance(tensors[0], fx.Node)
     count = call.operands - len(sizes)
     with graph.inserting_after(tensors[0]) if isinstance(call, HookCall) else graph.inserting_before(node):
-        # The sizes follow the arguments' tensors; after both comes the state of modules among the arguments.
+        # Sizes follow the arguments' tensors; the state of modules among the arguments comes last.
         call_node = graph.call_function(call, (*tensors[:count], *sizes, *tensors[count:]))
     call_node.meta = dict(node.meta)
     if call.single:
@@ -269,9 +274,11 @@ def _replace_stand_in(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Nod
 
 
 def _insert_hook(call_node: fx.Node, hooks: set[fx.Node]) -> None:
-    """Makes all users of the hooked tensor use the hook's result, except the stand-ins of hooks that are set later.
+    """Redirects the users of a hooked tensor to the hook's result.
 
-    Those come directly behind the tensor too, so before this one: gradients meet the hook that was set first first.
+    The temporary ops of later hooks keep the tensor. Later hooks are also inserted directly after
+    the tensor, so before this one. Gradients then reach the hook that was set first before the
+    others.
     """
     (tensor,) = call_node.args
     assert isinstance(tensor, fx.Node)
@@ -284,7 +291,7 @@ def _insert_hook(call_node: fx.Node, hooks: set[fx.Node]) -> None:
 def _describe_placeholders(
     graph: fx.Graph, exported: ExportedProgram, inputs: Sequence[str], shared: Mapping[str, tuple[str, ...]]
 ) -> None:
-    """Sets meta["kind"], ["names"] and ["path"]; `shared` has all names of a tied parameter."""
+    """Sets meta["kind"], ["names"] and ["path"]; `shared` lists all names of a tied parameter."""
     specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     names = iter(inputs)
     for node in (n for n in graph.nodes if n.op == "placeholder"):
@@ -311,7 +318,7 @@ def _describe_ops(graph: fx.Graph) -> None:
 
 
 def _warn_of_writes_in_checkpoints(graph: fx.Graph) -> None:
-    """Names the buffers that the unsharded model writes to twice in a step: statistics of a batch norm, for example."""
+    """Warns of buffers that the unsharded model writes twice per step, like batch norm's."""
     written = [
         node.meta["path"]
         for node in written_state(graph)
@@ -329,13 +336,14 @@ def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     path = paths[-1] if paths else ""
-    # Export writes '@1' behind the path of a module that is called a second time.
+    # Export appends '@1' to the path of a module that is called a second time.
     return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
 
 
 def _order_placeholders(graph: fx.Graph) -> None:
-    """Puts parameters, buffers and constants first, then the call's tensors."""
+    """Orders placeholders: parameters, buffers and constants first, then the call's tensors."""
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    # Appending to the root puts a node first, hence the reversed order.
     for node in reversed([*rest, *inputs]):
         graph._root.append(node)

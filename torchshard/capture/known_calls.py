@@ -1,7 +1,8 @@
-"""Takes the arguments of a call apart in one walk, if an earlier call was like it: a cache holds hundreds of values.
+"""Flattens a call's arguments in one walk, if an earlier call was of the same kind.
 
-`flatten_call` finds out what is what, and takes milliseconds for a cache, as long as some decode steps. Its answer is
-kept under all that a walk sees but tensors: types, names, and the values of constants.
+A cache contains hundreds of values. `flatten_call` analyses them in milliseconds, as long as some
+decode steps. Its result is kept, keyed by all that a walk sees except tensors: types, names, and
+the values of constants.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from torchshard.capture.signature import Leaves, bound_call, code_key, flatten_c
 _CONSTANTS = frozenset(
     {type(None), bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
-"""Types whose values are equal only if they are the same to a graph; of a float, 0.0 equals -0.0."""
+"""Types in which equal values give the same graph. Floats are not among them: 0.0 equals -0.0."""
 _DEEPEST = 16
-"""Objects that lie deeper are left to `flatten_call`, which refuses those that hold themselves."""
+"""`flatten_call` handles deeper objects, and refuses those that contain themselves."""
 _MOST = 256
 """At most this many kinds of calls are kept."""
 
 
 class KnownCalls:
-    """A module, and what `flatten_call` has said of its calls."""
+    """A module, and the results of `flatten_call` for its calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -35,7 +36,7 @@ class KnownCalls:
         self._leaves: dict[Hashable, Leaves] = {}
 
     def flatten(self, args: Sequence[object], kwargs: Mapping[str, object], numbers: Collection[str]) -> Leaves:
-        """As `flatten_call` of the module; `numbers` only grows from call to call."""
+        """Equals `flatten_call` of the module; `numbers` only grows from call to call."""
         walk = _Walk()
         bound = bound_call(self.model, args, kwargs)
         if not walk.see((bound.args, bound.kwargs)):
@@ -55,11 +56,12 @@ class KnownCalls:
         )
 
     def _noted(self, kind: Hashable, walk: _Walk, leaves: Leaves) -> Leaves:
-        """Keeps what `flatten_call` says, if the walk has seen the same in the same order."""
+        """Keeps the result of `flatten_call`, if the walk saw the same values in the same order."""
         varies = varying(leaves)
         same = len(walk.tensors) == len(leaves.tensors) and all(map(lambda a, b: a is b, walk.tensors, leaves.tensors))
         if same and len(varies) == len(walk.integers):
             if len(self._leaves) >= _MOST:
+                # `flatten` looks a call up in both, so they are cleared together.
                 self._leaves.clear()
                 self._varying.clear()
             self._varying[kind] = varies
@@ -69,34 +71,34 @@ class KnownCalls:
 
 
 class _Walk:
-    """What there is in a nest of containers and objects, in the order in which `flatten` finds it."""
+    """The contents of nested containers and objects, in the order in which `flatten` finds them."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.integers: list[int] = []
         self.seen: list[Hashable] = []
-        """Everything else: of each value its type, and what says how to go on."""
+        """For each value, its type and the key of its content: constants, lengths or names."""
         self.classes: dict[type, None] = {}
-        """Those of the objects."""
+        """The classes of the objects."""
         self.holders: list[int] = []
         """The ids of lists, dicts and objects."""
 
     @property
     def repeated(self) -> frozenset[int]:
-        """The ids of those that there are in more than one place."""
+        """The ids of lists, dicts and objects that occur in more than one place."""
         once = set(self.holders)
         if len(once) == len(self.holders):
             return frozenset()
         return frozenset(number for number in once if self.holders.count(number) > 1)
 
     def numbers(self, varies: Sequence[bool], *, vary: bool) -> tuple[int, ...]:
-        """The integers that vary from call to call, or the others; all of them are others if none is known to vary."""
+        """The integers that vary between calls, or the others: all of them if `varies` is empty."""
         if not varies:
             return () if vary else tuple(self.integers)
         return tuple(number for number, own in zip(self.integers, varies, strict=True) if own is vary)
 
     def see(self, value: object, depth: int = 0) -> bool:
-        """Adds a value and all that it holds; False if that takes more than a look."""
+        """Adds a value and its contents; returns False if only `flatten_call` can handle it."""
         cls = type(value)
         if isinstance(value, Tensor):
             self.seen.append(Tensor)

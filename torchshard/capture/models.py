@@ -1,4 +1,4 @@
-"""Checks a model and its inputs before it is captured, and copies models with and without their tensors' storage."""
+"""Checks a model and its inputs before a capture, and copies models with and without storage."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from torchshard.weights.parameter import ShardedParameter
 
 
 def model_without_storage(model: nn.Module) -> nn.Module:
-    """Copies a model with parameters and buffers that have shape and device but no memory, for later captures.
+    """Copies a model for later captures; its parameters and buffers have a device but no memory.
 
-    Configurations and other settings are shared, not copied, so that later captures see the user's changes to them.
+    Configurations and other settings are shared, not copied, so that later captures see the user's
+    changes to them.
     """
     own: dict[int, object] = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
     held = [tensor for _, tensor in visible_to(model, code=False).values() if isinstance(tensor, LazyTensor)]
@@ -38,7 +39,7 @@ def model_without_storage(model: nn.Module) -> nn.Module:
 
 
 def copy_with_values(model: nn.Module) -> nn.Module:
-    """Copies a model; what is lazy in it is computed."""
+    """Copies a model; computes its lazy tensors."""
     held = (tensor for _, tensor in visible_to(model, code=False).values())
     lazies = [t for t in (*model.parameters(), *model.buffers(), *held) if isinstance(t, LazyTensor)]
     values = values_of(lazies)
@@ -55,10 +56,10 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
         memo: id of a tensor or object -> its replacement in the copy.
 
     Raises:
-        InputError: the model holds an object that can't be copied.
+        InputError: the model contains an object that can't be copied.
     """
     held = [t for _, t in visible_to(model, code=False).values() if isinstance(t, Tensor)]
-    # PyTorch refuses to copy a tensor that has a grad_fn.
+    # `copy.deepcopy` refuses a tensor that has a grad_fn.
     computed = {id(t): t.detach() for t in held if not t.is_leaf}
     own = {id(t): _copy_of_own(t) for t in (*model.parameters(), *model.buffers(), *held) if t.is_leaf and _has_look(t)}
     sharing = tensors_sharing(model)
@@ -77,9 +78,9 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
 
 
 def views_kept(model: nn.Module) -> dict[int, Tensor]:
-    """id -> view, of each tensor that shares memory with a parameter or buffer of a model and is none.
+    """id -> view, for each other tensor that shares memory with a parameter or buffer of a model.
 
-    Copies of the model hold the views: by their memory a capture finds what was shared.
+    Copies of the model contain the views: a capture finds shared tensors by their memory.
     """
     return _views(tensors_sharing(model))
 
@@ -96,7 +97,7 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 def _has_look(tensor: Tensor) -> bool:
-    """Whether `copy.deepcopy` fails, as for classes of the user's, or loses something, as attributes of parameters."""
+    """Whether `copy.deepcopy` fails (a user's class) or loses attributes (of a parameter)."""
     return own_class(tensor) is not None or bool(isinstance(tensor, nn.Parameter) and own_attributes(tensor))
 
 
@@ -105,7 +106,7 @@ def _copy_of_own(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """A tensor (or Parameter) with this data that looks as another one."""
+    """A tensor (or Parameter) with this data and the class and attributes of another one."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return look_like(tensor, nn.Parameter(data, tensor.requires_grad) if is_parameter else data)
 
@@ -115,13 +116,14 @@ def without_storage(tensor: Tensor, dtype: torch.dtype | None = None, device: to
     result = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device or tensor.device
     )
+    # Unlike a meta tensor, it keeps the device.
     result.untyped_storage().resize_(0)
     made = nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
     return look_like(tensor, made)
 
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Name of a parameter or buffer -> all names of that tensor in order; tied ones have several."""
+    """Name of a parameter or buffer -> all names of its tensor in order; tied ones have several."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in named_tensors(model).items():
         by_id.setdefault(id(tensor), []).append(name)
@@ -150,14 +152,14 @@ _TRANSFORMS: tuple[tuple[Callable[[], bool], str, str], ...] = (
     ),
     (torch.compiler.is_exporting, "torch.export", "export the unsharded model; a sharded one's graph is model.graph"),
 )
-"""(whether a transform is active, its name, the advice)."""
+"""(test whether a transform is active, its name, the advice)."""
 
 
 def refuse_transforms(model: nn.Module) -> None:
     """Checks that no transform of PyTorch is active.
 
     Raises:
-        InputError: one is.
+        InputError: a transform is active.
     """
     transform = next((row for row in _TRANSFORMS if row[0]()), None)
     if transform is not None:
@@ -165,7 +167,7 @@ def refuse_transforms(model: nn.Module) -> None:
 
 
 def transform_error(model: nn.Module, name: str, attempt: str) -> InputError:
-    """The error for a transform of PyTorch that meets a sharded model."""
+    """Builds the error for a sharded model that is called within a transform of PyTorch."""
     return InputError(
         f"a sharded {type(model).__name__} was called within {name}",
         where=f"{type(model).__name__}.forward",
@@ -178,7 +180,7 @@ def check_inputs(model: nn.Module, call: Leaves) -> None:
     """Checks that every input is a plain, strided tensor.
 
     Raises:
-        InputError: one is sparse or nested, or its class computes by code of its own.
+        InputError: an input is sparse or nested, or its class computes ops by its own code.
     """
     for name, tensor in zip(call.names, call.tensors, strict=True):
         _check_tensor(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
@@ -204,11 +206,11 @@ def _check_tensor(tensor: Tensor, role: str, name: str, place: str) -> None:
 
 
 _METHODS = ("__torch_dispatch__", "__torch_function__")
-"""What a class of tensors overrides to compute ops by code of its own."""
+"""The methods by which a tensor class computes ops by its own code."""
 
 
 def _is_default(cls: type[Tensor], name: str) -> bool:
-    """Whether a class computes ops as `Tensor` does, as far as this method decides it."""
+    """Whether a class keeps PyTorch's own behavior in this method."""
     return _function(cls, name) in (_function(Tensor, name), torch._C._disabled_torch_function_impl)
 
 
@@ -218,7 +220,7 @@ def _function(cls: type[Tensor], name: str) -> object:
 
 
 def _plain_code(role: str, name: str, cls: type[Tensor], overrides: str) -> str:
-    """The code that makes a plain tensor, by a method of the class if it has one that is known."""
+    """The code that makes a plain tensor, by a known method of the class if it has one."""
     methods = ("dequantize", "full_tensor", "get_data", "get_original_weight")
     method = next((m for m in methods if getattr(cls, m, None) is not getattr(Tensor, m, None)), None)
     variable = name if role == "input" else f"model.{name}"
@@ -234,12 +236,12 @@ def _plain_code(role: str, name: str, cls: type[Tensor], overrides: str) -> str:
 
 
 def check_devices(model: nn.Module, call: Leaves) -> None:
-    """Checks that every input is on the model's device; meta tensors stand for tensors on any device.
+    """Checks that every input is on the model's device; meta tensors match any device.
 
-    A tensor of one number may be on the CPU, as for PyTorch's ops.
+    A tensor of one number may be on the CPU, as in PyTorch's ops.
 
     Raises:
-        InputError: one is on another device.
+        InputError: an input is on another device.
     """
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) != 1:
@@ -263,9 +265,10 @@ def check_weights(model: object) -> None:
     """Checks that the model's parameters and buffers can be split.
 
     Raises:
-        InputError: the model is no module, or a part of it is sharded already; two parameters or buffers share memory
-            without being one; a parameter has gradient hooks or no values; a buffer requires a gradient; a parameter or
-            buffer is sparse or nested, or its class computes by code of its own.
+        InputError: the model is not a module, or a part of it is sharded already; two parameters or
+            buffers share memory without being one tensor; a parameter has gradient hooks or no
+            values; a buffer requires a gradient; a parameter or buffer is sparse or nested, or its
+            class computes ops by its own code.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -291,7 +294,7 @@ def check_buffers(buffers: Mapping[str, Tensor]) -> None:
     """Checks that no buffer requires a gradient.
 
     Raises:
-        InputError: one does.
+        InputError: a buffer requires a gradient.
     """
     for name, buffer in buffers.items():
         if buffer.requires_grad and not isinstance(buffer, nn.Parameter):

@@ -15,10 +15,10 @@ from torchshard.ir.graph import op_name
 
 
 def rename_nodes(graph: fx.Graph) -> None:
-    """Gives each node the path of its module as its name, and the op's name behind it if the module has several."""
+    """Names each node after its module's path, followed by the op if the module has several ops."""
     ops = [node.meta["module"] for node in graph.nodes if node.op == "call_function"]
     counts, parents = Counter(ops), {path.rpartition(".")[0] for path in ops}
-    # Only names that this loop has given count as used, so that no node gets a number because of an old name.
+    # Only names given by this loop count as used, so that old names never cause a number.
     for node in graph.nodes:
         node.name = f"_old_{node.name}"
     used: set[str] = set()
@@ -42,12 +42,12 @@ def _name(node: fx.Node, counts: Counter[str], parents: set[str]) -> str:
 
 
 def _unused(name: str, used: set[str]) -> str:
-    """The name, with a number behind it if it is used already, or is a word of Python or of fx's generated code."""
+    """The name, with a number appended if it is used, or reserved in fx's generated Python code."""
     name = f"_{name}" if name[0].isdigit() else name
     numbered = (f"{name}_{number}" for number in itertools.count(1))
     return next(one for one in itertools.chain([name], numbered) if one not in used and not _is_reserved(one))
 
 
 def _is_reserved(name: str) -> bool:
-    # fx renames such nodes itself, but not placeholders' targets, which are the parameters of the code it generates
+    # fx renames such nodes itself, but not placeholders' targets, the parameters of its code
     return name == "self" or fx.Graph()._graph_namespace.create_name(name, object()) != name

@@ -1,7 +1,7 @@
-"""What one capture records in its thread, and the op that stands in exported graphs for a call that is kept whole.
+"""The record of one capture in its thread, and the temporary op for calls that are kept whole.
 
-Each function that a capture intercepts asks `current_recording()` first. It is None in every thread that does not
-capture, and there the function calls PyTorch's original.
+Each function that a capture intercepts asks `current_recording()` first. It is None in threads that
+do not capture, and there the function calls PyTorch's original.
 
     torch.export records    torchshard.whole(tensors, sizes, number)
     `flat` replaces it by   recording.calls[number], called on the same operands
@@ -34,33 +34,33 @@ Size = int | torch.SymInt
 
 @dataclass
 class Recording:
-    """The Python calls of one capture that a graph of ATen ops would not keep."""
+    """The Python calls of one capture that a graph of ATen ops would lose."""
 
     calls: list[WholeCall] = field(default_factory=list)
-    """The calls that are kept whole, at the index that their stand-in has as its number."""
+    """The calls that are kept whole; the index is the number in their temporary op."""
     results: dict[int, Leaves] = field(default_factory=dict)
     """Number of a call -> its result on fake tensors."""
     checkpoints: dict[object, int] = field(default_factory=dict)
-    """Activation checkpoint, known by an object of its own -> its number."""
+    """Activation checkpoint (identified by an object of its own) -> its number."""
     checkpoint: int | None = None
-    """The number of the reentrant one that is running."""
+    """The number of the reentrant checkpoint that is running."""
     inside_call: bool = False
     """Whether a call that is kept whole is running; the calls inside it are not recorded."""
     asked_for_seed: bool = False
-    """Whether that call has called `torch.seed()`."""
+    """Whether the running call that is kept whole has called `torch.seed()`."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """The model's parameters and buffers, by all their names."""
     placeholders: dict[fx.Node, str] = field(default_factory=dict)
-    """The nodes that export has given them -> their names."""
+    """The nodes that export has made for parameters and buffers -> their names."""
     conditions: list[tuple[Condition, Number]] = field(default_factory=list)
-    """What forward has asked for that is known before the call, in order."""
+    """The numbers known before the call that forward has asked for, in order."""
     rng_states: RngStates = field(default_factory=dict)
-    """Those of the generators before the capture, which seeds them."""
+    """The generators' states before the capture, which seeds them."""
     rehearsed: Iterator[Number] | None = None
-    """In a rehearsal: the same numbers."""
+    """The numbers of `conditions`, during a rehearsal."""
 
     def run_checkpoint(self, function: Callable[..., object], args: Sequence[object]) -> object:
-        """Runs what a reentrant activation checkpoint runs; an inner one is a part of the outer one."""
+        """Runs the function of a reentrant checkpoint; inner checkpoints count as the outer one."""
         outer = self.checkpoint
         if outer is None:
             self.checkpoint = self.checkpoints.setdefault(object(), len(self.checkpoints))
@@ -74,14 +74,14 @@ _local = threading.local()
 
 
 def current_recording() -> Recording | None:
-    """The recording of this thread's capture; None where this thread does not capture."""
+    """The recording of this thread's capture; None if this thread does not capture."""
     recording: Recording | None = getattr(_local, "recording", None)
     return recording
 
 
 @contextlib.contextmanager
 def use_recording(recording: Recording | None) -> Iterator[None]:
-    """Makes a recording the current one of this thread; None: as if it did not capture."""
+    """Makes a recording current in this thread. None suspends the capture's interception."""
     previous = current_recording()
     _local.recording = recording
     try:
@@ -91,7 +91,7 @@ def use_recording(recording: Recording | None) -> Iterator[None]:
 
 
 def in_captures(function: Callable[..., object]) -> Callable[[object], object]:
-    """Makes a replacement for a `Patch`: it calls `function(original, *args)` in a thread that captures."""
+    """Builds a `Patch.replace`: when capturing, it calls `function(original, *args)`."""
 
     def replace(original: object) -> object:
         called = cast(Callable[..., object], original)
@@ -105,14 +105,14 @@ def in_captures(function: Callable[..., object]) -> Callable[[object], object]:
     return replace
 
 
-# --- the stand-in ----------------------------------------------------------------------------------------------------
+# --- the temporary op ------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op(
     "torchshard::whole", mutates_args=(), schema="(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]"
 )
 def whole(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
-    """Stands for a call that is kept whole in a graph that is being captured."""
+    """The temporary op for a call that is kept whole, in a graph that is being captured."""
     raise NotImplementedError("torchshard::whole exists only in graphs that are being captured")
 
 
@@ -125,14 +125,14 @@ def _(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tens
 
 whole.register_autograd(lambda ctx, *grads: (None, None, None), setup_context=lambda ctx, inputs, output: None)
 WHOLE: torch._ops.OpOverload = torch.ops.torchshard.whole.default
-# A gradient hook's stand-in has no users, and export must not remove it as dead code.
+# The temporary op of a gradient hook has no users, and export must not remove it as dead code.
 torch.fx.node.has_side_effect(WHOLE)
 
 
 def record_call(
     recording: Recording, call: WholeCall, tensors: Sequence[Tensor], sizes: Sequence[Size]
 ) -> list[Tensor]:
-    """Adds a call to the recording and its stand-in to the graph; returns the fake results of the stand-in."""
+    """Records a call and adds its temporary op to the graph; returns that op's fake results."""
     call.autocast = current_autocast()
     recording.calls.append(call)
     results: list[Tensor] = WHOLE(tensors, sizes, len(recording.calls) - 1)
@@ -155,7 +155,7 @@ def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], 
             result = flatten(call.run(args, kwargs))
     finally:
         recording.inside_call = False
-        # Each later call runs on modules of its own and assigns the same attributes there.
+        # Each later call runs on its own modules and assigns the same attributes there.
         for snapshot in snapshots:
             snapshot.restore()
     if effects.writes or flatten((args, kwargs)).structure[0] != before:
@@ -168,7 +168,7 @@ def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], 
 
 
 class _Effects(torch.utils._python_dispatch.TorchDispatchMode):
-    """Notes whether an op uses the RNG, or writes to one of some tensors."""
+    """Notes whether an op draws random numbers, or writes to one of some tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Effects(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def cannot_keep_whole(function: object, why: str) -> CaptureError:
-    """The error for a custom Function or hook that can't be one op of a graph."""
+    """Builds the error for a custom Function or hook that can't be one op of a graph."""
     return CaptureError(
         f"{getattr(function, '__name__', function)} can't be kept whole in a graph",
         where=calling_line() or str(function),

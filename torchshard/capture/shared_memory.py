@@ -1,13 +1,16 @@
-"""Finds tensors of a model that share elements in memory: a write to one changes the other, but not between slices.
+"""Finds tensors of a model that share elements in memory.
+
+A write to one changes the other, but their slices would have memory of their own.
 
     stats = torch.zeros(2, 8)
     stats, stats[0]                 share eight elements: refused
     stats[0], stats[1]              share a storage and no element
     stats[:, 0], stats[:, 1]        as well, although the bytes of one start within the other
 
-Parameters and buffers are compared with each other before a model is sharded, other tensors once a capture has shown
-which of them forward reads: libraries keep such tensors without using them. By then the model has been copied, so a
-copy notes where the parameters and buffers were.
+Parameters and buffers are compared with each other before a model is sharded. Other tensors are
+compared after a capture has shown which of them forward reads, because libraries keep such tensors
+without using them. By then the model has been copied, so a copy notes where the original's
+parameters and buffers were.
 """
 
 from __future__ import annotations
@@ -35,24 +38,24 @@ from torchshard.weights.lazy import LazyTensor
 
 @dataclass(frozen=True)
 class Memory:
-    """The elements of a tensor in memory, which it does not keep alive."""
+    """The elements of a tensor in memory; it does not keep the tensor alive."""
 
     space: Hashable
-    """Starts can be compared within one: a device; or a storage, if the tensor has no values."""
+    """Starts are comparable within a space: a device, or a storage if the tensor has no values."""
     start: int
-    """Of its first element, in bytes."""
+    """The position of its first element, in bytes."""
     shape: tuple[int, ...]
-    """Without dims whose elements are all the same one, as those of `expand`."""
+    """Without dims of stride 0, such as `expand` makes."""
     strides: tuple[int, ...]
     """In bytes."""
     itemsize: int
     """In bytes."""
     exists: Callable[[], bool]
-    """Whether it is still in use: another tensor may have the memory later."""
+    """Whether the memory is still in use: later, another tensor may occupy it."""
 
     @staticmethod
     def of(tensor: Tensor) -> Memory:
-        """Where a strided tensor is."""
+        """Finds the memory of a strided tensor."""
         space, first, exists = _space(tensor)
         dims = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
         shape = tuple(size for size, _ in dims) if tensor.numel() else (0,)
@@ -68,34 +71,35 @@ class Memory:
         return self.start + self.itemsize + sum((size - 1) * step for size, step in steps)
 
     def shares(self, other: Memory) -> bool:
-        """Whether an element of one lies in an element of the other."""
+        """Whether any element of one tensor overlaps an element of the other."""
         if not self._meets(other) or not (self.exists() and other.exists()):
             return False
         first, second = sorted((self, other), key=lambda one: one.start)
         if second.start == first.start or first.stop - first.start == first.itemsize * math.prod(first.shape):
-            return True  # without the marks of a large tensor: its first element is in the other one, which has no gaps
+            return True  # needs no marks: the second starts in the first, which has no gaps
         marks = _Marks([first, second])
         return marks.mark(first) or marks.mark(second)
 
     def _meets(self, other: Memory) -> bool:
-        """Whether one starts between the start and the stop of the other, and neither is empty."""
+        """Whether the ranges from start to stop overlap, and neither is empty."""
         if self.space != other.space or 0 in (*self.shape, *other.shape):
             return False
         return self.start < other.stop and other.start < self.stop
 
 
 class _Marks:
-    """Marks the bytes of tensors: of interleaved ones, such as two columns, only that tells whether they share any."""
+    """Marks the bytes of tensors: only this shows whether interleaved columns share any."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         self._start = min(one.start for one in memories)
         self._unit = math.gcd(*(n for one in memories for n in (one.itemsize, one.start - self._start)))
+        # Under a fake mode, the marks would have no values.
         with _disable_current_modes():
             size = (max(one.stop for one in memories) - self._start) // self._unit
             self._marks = torch.zeros(size, dtype=torch.bool, device="cpu")
 
     def mark(self, memory: Memory) -> bool:
-        """Marks a tensor; whether some of it was marked before."""
+        """Marks a tensor's bytes; returns whether some were marked before."""
         shape = (*memory.shape, memory.itemsize // self._unit)
         strides = (*(step // self._unit for step in memory.strides), 1)
         with _disable_current_modes():
@@ -106,7 +110,7 @@ class _Marks:
 
 
 def _space(tensor: Tensor) -> tuple[Hashable, int, Callable[[], bool]]:
-    """The space, the start and whether it is still in use, of `Memory`."""
+    """Finds `space`, `start` and `exists` of a `Memory`."""
     offset = int(tensor.storage_offset()) * tensor.itemsize
     if isinstance(tensor, LazyTensor):
         tape = weakref.ref(tensor.tape)
@@ -118,11 +122,11 @@ def _space(tensor: Tensor) -> tuple[Hashable, int, Callable[[], bool]]:
 
 
 Memories = Mapping[str, Memory]
-"""What an error calls a parameter or buffer -> where it is."""
+"""The name of a parameter or buffer in errors -> its memory."""
 
 
 def memories_of(model: nn.Module) -> Memories:
-    """The memory of each parameter and buffer of a model; a tensor with several names is listed once."""
+    """The memory of each parameter and buffer; a tensor with several names is listed once."""
     found: dict[int, tuple[str, Memory]] = {}
     for role, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
@@ -137,11 +141,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def note_memories(copied: nn.Module, model: nn.Module, others: Iterable[tuple[str, Tensor]]) -> None:
-    """Notes in a copy of a model where the model's parameters and buffers are.
+    """Notes in a copy of a model where the original's parameters and buffers are in memory.
 
     Args:
-        others: (what an error calls a parameter or buffer, tensor of the copy that is in its place in memory): values
-            of lazy tensors no longer share what the lazy tensors did.
+        others: (name of a parameter or buffer in errors, the copy's tensor at its place in memory).
+            Values of lazy tensors do not share memory as the lazy tensors did.
     """
     noted = [(name, Memory.of(tensor)) for name, tensor in others]
     copied.__dict__[OF_MEMORIES] = (*_noted(model), *memories_of(model).items(), *noted)
@@ -152,7 +156,7 @@ def _noted(model: nn.Module) -> tuple[tuple[str, Memory], ...]:
 
 
 def sharing_pair(memories: Memories) -> tuple[str, str] | None:
-    """Two that share memory, in the order of `memories`; None if there are none."""
+    """The first two names that share memory, in the order of `memories`, or None."""
     for meeting in _meeting(memories):
         marks = _Marks([memories[name] for name in meeting])
         name = next((name for name in meeting if marks.mark(memories[name])), None)
@@ -164,7 +168,7 @@ def sharing_pair(memories: Memories) -> tuple[str, str] | None:
 
 
 def _meeting(memories: Memories) -> list[list[str]]:
-    """Groups of names: each but the first of a group starts before the stop of an earlier one."""
+    """Groups of names; each but the first of a group starts before the stop of an earlier one."""
     groups, by_space = list[list[str]](), dict[Hashable, list[str]]()
     for name, memory in memories.items():
         by_space.setdefault(memory.space, []).append(name)
@@ -178,13 +182,13 @@ def _meeting(memories: Memories) -> list[list[str]]:
 
 
 class Sharing:
-    """Which parameter or buffer of a model, or of the one that it is a copy of, a tensor shares memory with."""
+    """Finds the parameter or buffer of a model or its original that shares a tensor's memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._memories = [*memories_of(model).items(), *_noted(model)]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Its name in an error; None if nothing shares the tensor's memory."""
+        """The name (for errors) of the tensor that shares this tensor's memory, or None."""
         if not _is_plain(tensor):
             return None
         memory = Memory.of(tensor)
@@ -192,7 +196,7 @@ class Sharing:
 
 
 def tensors_sharing(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(what an error calls a parameter or buffer, other tensor of the model that shares memory with it)."""
+    """(name of a parameter or buffer, another tensor of the model that shares its memory)."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     held = {id(value): value for _, value in visible_to(model, code=False).values() if isinstance(value, Tensor)}
     others = [tensor for key, tensor in held.items() if key not in own]
@@ -209,11 +213,11 @@ def refuse_shared_constants(
     """Checks that no constant shares memory with a parameter or buffer.
 
     Args:
-        constants: path -> tensor that forward reads besides parameters, buffers and arguments.
-        conditions: numbers that forward takes of tensors.
+        constants: path -> tensor that forward reads, other than parameters, buffers and arguments.
+        conditions: numbers that forward takes from tensors.
 
     Raises:
-        CaptureError: it does.
+        CaptureError: a constant shares memory.
     """
     read = [(_reading_line(exported, path), tensor) for path, tensor in constants.items()]
     read += [(one.where, tensor) for one in conditions for tensor in one.graph.buffers()]

@@ -1,8 +1,9 @@
-"""Takes a call's arguments and results apart into tensors and structure, and decides which calls one graph serves.
+"""Splits arguments and results into tensors and structure; one graph serves equal structures.
 
-Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
-compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes. Functions are
-compared by their code and the values that it reads, and so are classes, an object's among them.
+Every value except tensors (None, numbers, flags) is part of the call's structure: a graph is
+captured for it. Structures are compared by value. Objects that PyTorch's pytree does not know are
+opened: their attributes are flattened. Functions and classes, including the classes of objects, are
+compared by their code and the values that it reads.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from torchshard.core.errors import InputError
 
 @dataclass(frozen=True)
 class Leaves:
-    """The tensors of a nested value, and the function that puts others in their place."""
+    """The tensors of a nested value, and a function that rebuilds the value from others."""
 
     tensors: tuple[Tensor, ...]
-    """The tensors, in order; while a model is traced, dynamic numbers (SymInt and the like) too."""
+    """In order; while a model is traced, dynamic numbers (SymInt and the like) too."""
     names: tuple[str, ...]
-    """The place of each: 'ids', 'batch.mask', 'past[0][1]'."""
+    """The place of each tensor: 'ids', 'batch.mask', 'past[0][1]'."""
     structure: tuple[str, Sequence[object]]
-    """(the containers as text, the other leaves). That of a call is hashable, and equal on all ranks as text."""
+    """(containers as text, other leaves). For a call: hashable, its text equal on all ranks."""
     rebuild: Callable[..., Any]
-    """Tensors -> the nested value; a second argument is a function that gives the object for each `ReferenceTo`."""
+    """Tensors -> the nested value; a second argument is a function: `ReferenceTo` -> its object."""
     arguments: tuple[Sequence[object], Mapping[str, object]] = ((), {})
-    """Of a call: the objects that were passed, positional ones and keywords, as `rebuild` makes others like them."""
+    """For a call: the positional arguments and keywords as passed; `rebuild` makes similar ones."""
     positional: Sequence[str] = ()
-    """Of a call: the names of the parameters of the positional ones."""
+    """For a call: the parameter names of the positional arguments."""
     numbers: tuple[int, ...] = ()
-    """The integers that vary from call to call, as a position does; `rebuild` takes others as its third argument."""
+    """The integers that vary between calls, such as a position; `rebuild`'s third argument."""
     number_names: tuple[str, ...] = ()
-    """The place of each."""
+    """The places of the integers in `numbers`."""
     repeated: frozenset[int] = frozenset()
-    """Of a call: the ids of the lists, dicts and objects that it holds in more than one place."""
+    """For a call: the ids of lists, dicts and objects that occur in more than one place."""
 
     @property
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -59,7 +60,7 @@ class Leaves:
 
 @dataclass(frozen=True)
 class ReferenceTo:
-    """Stands for an object among a call's arguments, in what the call gives."""
+    """Refers to an object among a call's arguments, within the call's result."""
 
     keys: tuple[Any, ...]
     """The names and indices that lead to it from the positional arguments and the keywords."""
@@ -67,7 +68,7 @@ class ReferenceTo:
 
 @dataclass(frozen=True)
 class _Number:
-    """Stands in a structure for an integer that varies from call to call."""
+    """Replaces, in a structure, an integer that varies between calls."""
 
 
 _TENSORS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -81,7 +82,7 @@ _COMPARED_BY_IDENTITY = (
 
 
 class _Identity:
-    """A leaf that equals itself alone; it is referenced, so that no other object can get its id."""
+    """A leaf that equals only itself; the reference keeps its id from being reused."""
 
     def __init__(self, leaf: object) -> None:
         self.leaf = leaf
@@ -93,17 +94,18 @@ class _Identity:
         return id(self.leaf)
 
     def __repr__(self) -> str:
-        # Without the address, which differs from rank to rank.
+        # Without the address, which differs between ranks.
         name = getattr(self.leaf, "__qualname__", getattr(self.leaf, "co_qualname", type(self.leaf).__qualname__))
         return f"the object {name}"
 
 
 def _key(leaf: object) -> Hashable:
-    """The key of a leaf that is no tensor: equal for equal leaves of one type.
+    """The key of a leaf other than a tensor: equal for equal leaves of one type.
 
     Raises:
         InputError: leaves of this type can't be compared.
     """
+    # A slice is not hashable before Python 3.12.
     if isinstance(leaf, slice):
         return (slice, leaf.start, leaf.stop, leaf.step)
     if isinstance(leaf, float | complex):
@@ -125,9 +127,10 @@ def _key(leaf: object) -> Hashable:
 
 
 def code_key(value: object) -> Hashable:
-    """The key of a function, method, class or other callable: equal for equal code that reads equal values.
+    """The key of a function, class or other callable: equal for equal code that reads equal values.
 
-    Each call that passes a lambda makes a new function; and what a function computes depends on globals, too.
+    Identity would not do, because each call that passes a lambda makes a new function. Code alone
+    would not do either, because it may read globals.
     """
     visible = visible_from(value)
     held = ((place, _key_of_held(one, visible)) for place, one in visible.values())
@@ -150,7 +153,7 @@ def _key_of_held(value: object, visible: Visible) -> Hashable:
 
 
 def look_key(tensor: Tensor) -> Hashable:
-    """The key of all that Python code sees of a tensor besides its values, sizes and dtype; None of a plain tensor."""
+    """The key of a tensor's class and attributes, as Python code sees them; None if plain."""
     cls, attributes = own_class(tensor), own_attributes(tensor)
     if cls is None and not attributes:
         return None
@@ -159,9 +162,9 @@ def look_key(tensor: Tensor) -> Hashable:
 
 
 def is_opened(value: object) -> bool:
-    """Whether a value is an object of a Python class with attributes that neither pytree nor `_key` handles."""
+    """Whether a value is an object with attributes, of a class unknown to pytree and `_key`."""
     known = (*_TENSORS, *_COMPARED_BY_VALUE, *_COMPARED_BY_IDENTITY, set, frozenset, dict, list, tuple)
-    # `_Opened.close` makes the object with object.__new__.
+    # `_Opened.close` makes the object by object.__new__.
     has_plain_new = getattr(type(value), "__new__", None) is object.__new__
     if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:
         return False
@@ -169,10 +172,10 @@ def is_opened(value: object) -> bool:
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
-    """Replaces unknown objects by `_Opened` ones, all the way down.
+    """Replaces unknown objects by `_Opened` ones, recursively.
 
     Raises:
-        InputError: an object holds itself.
+        InputError: an object contains itself.
     """
 
     def open_leaf(leaf: object) -> object:
@@ -191,13 +194,13 @@ def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
 
 
 class _Opened:
-    """An object whose attributes pytree can flatten."""
+    """An object with attributes that pytree can flatten."""
 
     def __init__(self, cls: type, fields: Mapping[str, object]) -> None:
         self.cls, self.fields = cls, fields
 
     def close(self) -> object:
-        """The object, made without running its `__init__`."""
+        """Rebuilds the object without running its `__init__`."""
         result: object = object.__new__(self.cls)
         for name, value in self.fields.items():
             object.__setattr__(result, name, _close(value))
@@ -230,10 +233,10 @@ def _close(value: object) -> object:
 
 
 def flatten(value: object, is_number: Callable[[str], bool] | None = None) -> Leaves:
-    """Takes any nest of containers and objects apart into its tensors and the rest.
+    """Splits nested containers and objects into their tensors and the rest.
 
     Args:
-        is_number: whether an integer at a place varies from call to call; None: no integer does.
+        is_number: whether the integer at a place varies between calls; None: no integer does.
     """
     leaves, spec = _leaves_with_paths(value)
     opened = any(is_opened(leaf) for _, leaf in leaves)
@@ -273,7 +276,7 @@ def flatten(value: object, is_number: Callable[[str], bool] | None = None) -> Le
 
 
 def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object]], pytree.TreeSpec]:
-    """pytree's leaves with their paths; numbers are the paths if a registered class has no names for its parts."""
+    """pytree's leaves with their paths: numbers, where a registered class lacks names."""
     try:
         return pytree.tree_flatten_with_path(value)
     except ValueError:
@@ -282,22 +285,22 @@ def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object
 
 
 def _with_keys(flat: Leaves) -> Leaves:
-    """Replaces the leaves in the structure by their keys, so that structures can be compared."""
+    """Replaces the leaves in the structure by their keys, which can be compared."""
     spec, others = flat.structure
     return dataclasses.replace(flat, structure=(spec, tuple(map(_key, others))))
 
 
 def check_results(results: Leaves) -> None:
-    """Checks that the leaves of a result that are no tensors are constants, which each call of a graph can return.
+    """Checks that all leaves of a result except tensors are constants, which a graph can return.
 
     Raises:
-        InputError: one is an object that may hold tensors, or differ from call to call.
+        InputError: a leaf is an object that may contain tensors, or differ between calls.
     """
     _with_keys(results)
 
 
 def is_unchanged(before: Leaves, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a call's arguments hold the same values as before: forward has appended, assigned or removed nothing."""
+    """Whether forward has appended, assigned and removed no items of a call's arguments."""
     try:
         numbers = before.number_names
         is_number = lambda place: argument_name(place, before.positional) in numbers  # noqa: E731
@@ -309,7 +312,7 @@ def is_unchanged(before: Leaves, args: Sequence[object], kwargs: Mapping[str, ob
 
 
 def memory_order(tensor: Tensor) -> Hashable:
-    """The order of a tensor's dims in memory, apart from their sizes: it decides whether a reshape is a view."""
+    """The order of dims in memory, regardless of sizes; it decides whether a reshape is a view."""
     if tensor.is_contiguous():
         return None
     strides, shape = tensor.stride(), tensor.shape
@@ -321,13 +324,14 @@ def memory_order(tensor: Tensor) -> Hashable:
 def flatten_call(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], numbers: Collection[str] = ()
 ) -> Leaves:
-    """Flattens a call's arguments, with the names of `model.forward`'s parameters; `rebuild` returns (args, kwargs).
+    """Flattens a call, with `model.forward`'s parameter names; `rebuild` returns (args, kwargs).
 
     Args:
-        numbers: the places of integers that vary from call to call.
+        numbers: the places of integers that vary between calls.
 
     Raises:
-        InputError: `forward` does not take these arguments, or one holds an object that can't be compared.
+        InputError: `forward` does not take these arguments, or one contains an object that can't be
+            compared.
     """
     bound = bound_call(model, args, kwargs)
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -346,7 +350,7 @@ def flatten_call(
 
 
 def _repeated(value: object) -> frozenset[int]:
-    """The ids of the lists, dicts and objects that a value holds in more than one place."""
+    """The ids of the lists, dicts and objects that occur in a value more than once."""
     counts: Counter[int] = Counter()
 
     def visit(held: object) -> None:
@@ -360,12 +364,12 @@ def _repeated(value: object) -> frozenset[int]:
 
 
 def children(value: object) -> dict[Any, object] | None:
-    """The values that a container or an object holds, by name or index; None if it is neither."""
+    """The values in a container or object, by name or index; None for other values."""
     return kind_of(value).read(value) if isinstance(value, (list, dict, tuple)) or is_opened(value) else None
 
 
 def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
-    """A call's arguments, bound to the parameters of `model.forward`.
+    """Binds a call's arguments to the parameters of `model.forward`.
 
     Raises:
         InputError: `forward` does not take them.
@@ -383,13 +387,13 @@ def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, ob
 
 
 def varying(call: Leaves) -> tuple[bool, ...]:
-    """Whether it varies from call to call, of each integer among a call's arguments."""
+    """For each integer among a call's arguments, whether it varies between calls."""
     kinds = (key[0] for key in call.structure[1] if isinstance(key, tuple))
     return tuple(kind is _Number for kind in kinds if kind in (int, _Number))
 
 
 def argument_name(path: str, positional: Sequence[str]) -> str:
-    """'[0][2]' in the pair (args, kwargs) is the third parameter's name, "[1]['mask']" is 'mask'."""
+    """Names a path in (args, kwargs): '[0][2]' by the third parameter, "[1]['mask']" by 'mask'."""
     index_in_pair, rest = path[:3], path[3:]
     if not rest:
         return f"tensor {path[1:-1]} of the arguments"

@@ -1,6 +1,6 @@
-"""Runs a model once under `torch.export`, on fake tensors, and refuses a model whose result a graph could not hold.
+"""Runs a model once under `torch.export`, on fake tensors; refuses results that don't fit a graph.
 
-The result is an ExportedProgram of ATen ops; `flat` makes the graph from it that all passes work on.
+The result is an ExportedProgram of ATen ops, from which `flat` makes the graph for all passes.
 """
 
 from __future__ import annotations
@@ -54,30 +54,30 @@ class Traced:
 
     exported: ExportedProgram
     result: Leaves
-    """The value that `forward` returned, and those that it left in its arguments."""
+    """Forward's result, and the values that it left in its arguments."""
     changes: Changes
-    """Which of the latter belong where."""
+    """Where the arguments store the values that forward left in them."""
     assigned: tuple[Place, ...]
-    """The attributes that it assigned."""
+    """The attributes that forward assigned."""
     left: tuple[Place, ...]
-    """Those of them that hold tensors which depend on its inputs or parameters."""
+    """Assigned attributes with tensors that depend on forward's inputs or parameters."""
     repeats: Repeats | None
-    """The layers that stand for others; None if each was traced."""
+    """The equal layers that were repeated; None if every layer was traced."""
     whole: tuple[WholeCall, ...] = ()
-    """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
+    """The calls that are kept whole; the index is the number in their temporary op."""
     conditions: tuple[tuple[Condition, Number], ...] = ()
-    """The numbers known before the call that it depends on, and what they are in this call."""
+    """The numbers known before the call that it depends on, and their values in this call."""
 
 
 def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, repeating: bool) -> Traced:
-    """Exports one call; the model is left as it was.
+    """Exports one call; leaves the model as it was.
 
     Args:
-        dynamic: the dims of each tensor that may vary from call to call, if the model allows it.
-        repeating: whether equal layers are traced for the first and the last alone.
+        dynamic: the dims of each tensor that may vary between calls, if the model allows it.
+        repeating: whether only the first and the last of equal layers are traced.
 
     Raises:
-        DifferentLayers: what was taken for equal layers is not.
+        DifferentLayers: layers that were taken to be equal are not.
         CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: the model does not accept an argument.
     """
@@ -91,6 +91,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             INTERCEPTED_FUNCTIONS,
             replaced_functions(),
             quiet(),
+            # The cache of fake results saves time only if calls recur.
             nullcontext() if forward.calls_recur else modes_without_cache(),
             without_tools(),
             saved_tensors_hooks(_same, _same),
@@ -107,12 +108,12 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """A hook on saved tensors: with it, hooks of a checkpoint around the call do not see the capture's tensors."""
+    """A hook on saved tensors: it hides the capture from hooks of a checkpoint around the call."""
     return tensor
 
 
 class _FlatForward:
-    """The forward that export runs: it takes the call's tensors, calls the model and returns the result's tensors."""
+    """The forward that export runs: the call's tensors -> the tensors of the model's result."""
 
     def __init__(self, model: nn.Module, call: Leaves, *, repeating: bool) -> None:
         self._model, self._call = model, call
@@ -152,7 +153,7 @@ class _FlatForward:
                 places = [*state.modes_changed(), *changed(self._before, attributes(self._model))]
             finally:
                 state.restore()
-            # Export would warn of tensors in attributes if they were still there.
+            # Export would warn of tensors that are left in attributes.
             self.snapshot.restore_attributes()
         self.assigned = tuple(dict.fromkeys([*self.assigned, *places]))
         _check_results(self._model, self.result)
@@ -162,7 +163,7 @@ class _FlatForward:
 
 
 class _RaisedError(Exception):
-    """Carries forward's own error through export, which prints the graph so far on stderr for some RuntimeErrors."""
+    """Carries forward's error through export, which prints the graph for some RuntimeErrors."""
 
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
@@ -173,7 +174,7 @@ def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _stored(slots: Slots, tensor: Tensor) -> Tensor:
-    """What is stored now where the model has a parameter or buffer."""
+    """The tensor that now replaces a parameter or buffer of the model."""
     holder, name = slots[id(tensor)]
     return cast(Tensor, holder[name])
 
@@ -208,7 +209,7 @@ Shapes = list[dict[int, "Dim | _DimHint"]]
 
 
 def _export(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]]) -> ExportedProgram:
-    """Exports with dynamic sizes, or with those of this call if only that works (a dict or cache keyed by a size)."""
+    """Exports with dynamic sizes; if that fails (a dict keyed by a size), with this call's."""
     failure: Exception | None = None
     for sizes in (Dim.AUTO, Dim.STATIC) if any(dynamic) else (Dim.STATIC,):
         shapes: Shapes = [dict.fromkeys(dims, sizes) for dims in dynamic]
@@ -236,14 +237,15 @@ def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProg
         _refuse_transforms(exported)
         return exported
     assert own is not None
-    raise own  # here, and not in the block, so that its context stays forward's
+    raise own  # not in the block, so that its context stays forward's
 
 
 def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
-    """Exports again if inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
+    """Exports again if inputs' sizes must be equal for the model to run, or are fixed.
 
-    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by; and which
-    sizes are fixed because their product is.
+    An example is two batches, one viewed by the other's size. Export leaves equality open: its
+    graph has sizes such as `8 * b // a`, which can't be split. It also does not deduce which sizes
+    are fixed because their product is.
     """
     groups, fixed = equal_sizes(exported), fixed_sizes(exported)
     if not groups and not fixed:
@@ -268,13 +270,13 @@ def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
 
 
 def _refuse_transforms(exported: ExportedProgram) -> None:
-    """Refuses what a transform of torch.func has left: values that belong to it, constants that nobody has computed."""
+    """Refuses remains of a torch.func transform: wrapped tensors, constants without values."""
     found = {node.name: node.meta.get("val") for node in exported.graph.nodes} | exported.constants
     left = [name for name, value in found.items() if any(map(_is_wrapped, pytree.tree_leaves(value)))]
     if not any(map(_is_on_meta, exported.state_dict.values())):
         left += [name for name, value in exported.constants.items() if _is_on_meta(value)]
     if left:
-        # A plain exception, which `capture_error` turns into an error like those that export itself raises.
+        # A plain exception: `capture_error` turns it into an error, as it does with export's own.
         raise RuntimeError(f"a functorch transform inside the model, at {left[0]}")
 
 
@@ -287,7 +289,7 @@ def _is_on_meta(value: object) -> bool:
 
 
 def _example(tensor: Tensor, model: nn.Module) -> Tensor:
-    """An input for export: a new tensor, for two arguments may be one tensor, on the model's device."""
+    """A new tensor for export, on the model's device: two arguments may be one tensor."""
     device = next((p.device for p in model.parameters()), tensor.device)
     example = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return example.requires_grad_(tensor.requires_grad)
