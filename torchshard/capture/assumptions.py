@@ -1,4 +1,4 @@
-"""Checks whether tensors satisfy the assumptions that a graph makes: shapes, ranges of sizes, and export's guards."""
+"""Checks whether tensors satisfy a graph's assumptions: shapes, size ranges, export's guards."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ Shape = list[int | sympy.Expr]
 
 
 class Divided(NamedTuple):
-    """What is known of a dynamic size that may be divided among ranks."""
+    """How a dynamic size may be split across ranks."""
 
     ranks: int
     fits: bool
-    """Whether the ranks divide it, in each call of the graph; if not, they do in none."""
+    """True: the size is divisible by `ranks` in each call of the graph. False: it never is."""
 
 
 def _divide(ranks: int, size: int) -> bool:
-    """Whether ranks can divide a size evenly: what holds for a slice of one element does not hold for others."""
+    """Whether a size splits evenly; slices of one element do not count: they behave differently."""
     return size % ranks == 0 and size // ranks > 1
 
 
 def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
-    """The dynamic sizes of some dims of the call's tensors, which may be divided.
+    """Finds the dynamic sizes of some dims of the call's tensors, which may be split across ranks.
 
-    A size that is found in several of the dims, as a length in a tensor of positions, is divided by all of them.
+    A size that occurs in several of the dims, such as the length in a tensor of positions, must be
+    divisible by the number of ranks of each.
 
     Args:
         dims: dim -> the number of ranks.
@@ -50,24 +51,24 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
 
 
 class Assumption(Protocol):
-    """Whether a graph computes the model on the given tensors and numbers."""
+    """A check of whether a graph computes the model on given tensors and numbers."""
 
     def __call__(
         self, values: Sequence[Tensor | int], *, divided: bool = True, more: Sequence[sympy.Basic] = ()
     ) -> bool:
-        """Whether it does.
+        """Returns whether the graph is right for these values.
 
         Args:
-            divided: whether the graph, as it is planned, divides sizes among ranks.
+            divided: whether the graph, as planned, splits sizes across ranks.
             more: guards on sizes that were added after the export.
         """
 
 
 def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mapping[sympy.Symbol, Divided]) -> Assumption:
-    """The assumption of an exported graph.
+    """Builds the check of an exported graph's assumptions.
 
     Args:
-        sizes_divided: sizes that must be multiples of a number, or none.
+        sizes_divided: sizes that must, or must not, be divisible by a number of ranks.
     """
     inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes: list[Shape] = [list(map(size_expr, v.shape if isinstance(v, Tensor) else (v,))) for v in inputs]
@@ -83,9 +84,10 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
             return False
+        # A guard on sizes that these values do not give stays symbolic, and passes.
         if any(guard.xreplace(sizes) is sympy.false for guard in more):
             return False
-        # Export's guards name the arguments L['tensors'][0] and so on, after the parameter of the flat forward.
+        # Guards name the arguments L['tensors'][0] and so on, after the flat forward's parameter.
         arguments = {"tensors": tuple(values)}
         return all(eval(guard, scope, {"L": arguments}) for guard in guards)
 
@@ -93,10 +95,10 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
 
 
 def _has_shape(value: Tensor | int, shape: Shape, sizes: dict[sympy.Expr, int]) -> bool:
-    """Whether a tensor has a shape, or a number the value that one of it would have.
+    """Whether a tensor has a shape; for a number, whether it equals the shape's only entry.
 
     Args:
-        sizes: the values that dynamic sizes have in earlier tensors; new ones are added.
+        sizes: the values that earlier tensors give to dynamic sizes; new ones are added.
     """
     own = value.shape if isinstance(value, Tensor) else (value,)
     if len(shape) != len(own):

@@ -1,7 +1,8 @@
-"""The values that a forward reads and writes beside its arguments, parameters and buffers, before and after a call.
+"""The values that forward reads and writes beyond its arguments, parameters and buffers.
 
-A graph is captured with the values that they have at its capture. `attributes` lists them, `changed` compares two
-lists, and `Snapshot` undoes the assignments of a capture; `watch` notices changes between calls.
+A graph is captured with the values of these attributes at its capture. `attributes` lists them,
+`changed` compares two lists, and `Snapshot` undoes the assignments of a capture. `watch` notices
+changes between calls.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Attributes = dict[Place, object]
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """Place -> value, for all values that a forward can read and that hold no others, except code."""
+    """Place -> value, for each value that forward can read; not code, not containers of others."""
     visible = visible_to(model)
     return {
         place: _frozen(value)
@@ -34,10 +35,11 @@ def attributes(model: nn.Module) -> Attributes:
 
 
 def settings(model: nn.Module) -> list[object]:
-    """The objects that a model reads and that are no part of it.
+    """The objects that a model reads but does not own, such as a configuration or a trainer.
 
-    These are its hooks and the containers and objects among its attributes, such as a configuration, if they hold no
-    modules and none of its tensors; and the objects whose methods are its hooks, such as a trainer, whatever they hold.
+    These are its hooks, and the containers and objects among its attributes. Those that contain
+    modules, tensors of the model or tensors that require gradients are left out. The owner of a
+    hook that is a method is always included.
     """
     values = [value for module in model.modules() for value in Namespace(("",), module).items().values()]
     hooks = [hook for module in model.modules() for hook in hooks_of(module)]
@@ -48,7 +50,7 @@ def settings(model: nn.Module) -> list[object]:
 
 
 def _is_part(value: object, own_tensors: set[int]) -> bool:
-    """Whether a value holds modules, or tensors that are the model's or have gradients."""
+    """Whether a value contains modules, tensors of the model, or tensors that require gradients."""
     held = [one for _, one in visible_from(value, code=False).values()]
     tensors = [one for one in held if isinstance(one, Tensor)]
     return any(isinstance(one, nn.Module) for one in held) or any(
@@ -57,7 +59,7 @@ def _is_part(value: object, own_tensors: set[int]) -> bool:
 
 
 def _frozen(value: object) -> object:
-    """A copy of a value that may be written to, by which `changed` finds writes; other values as they are."""
+    """A value; a copy if it may be written to, so that `changed` finds writes."""
     if is_array(value):
         return array_content(value)
     if hasattr(type(value), "bit_generator"):  # numpy.random.Generator
@@ -65,22 +67,22 @@ def _frozen(value: object) -> object:
     if isinstance(value, random.Random):
         return repr(value.getstate())
     if isinstance(value, Iterator) and not isinstance(value, IOBase):
-        return Unknown()  # how far it has come can't be seen without moving it
+        return Unknown()  # its position can't be read without moving it
     return value
 
 
 class Unknown:
-    """The content of a value that can't be compared: it may be another one each time."""
+    """The content of a value that can't be compared; `changed` always reports it."""
 
 
 def changed(before: Attributes, after: Attributes) -> list[Place]:
-    """The places whose value is another one afterwards, or that exist on one side only."""
+    """The places with a different value afterwards, and those that exist on one side only."""
     places = dict.fromkeys([*before, *after])
     return [p for p in places if not (p in before and p in after and _is_same(before[p], after[p]))]
 
 
 def _is_same(a: object, b: object) -> bool:
-    if a is b or isinstance(a, nn.Parameter):  # a tracer puts its own tensors in the place of parameters
+    if a is b or isinstance(a, nn.Parameter):  # a tracer replaces parameters by tensors of its own
         return True
     if type(a) is not type(b) or type(a) not in COMPARED_BY_VALUE:
         return False
@@ -91,13 +93,13 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def describe(place: Place) -> str:
-    """'attn.cache', 'seen[3]'."""
+    """Formats a place as text: 'attn.cache', 'seen[3]'."""
     path, name, *keys = place
     return ".".join(filter(None, (path, name))) + "".join(keys)
 
 
 class Snapshot:
-    """The values that a model's forward can read or write, to be restored."""
+    """Records the values that a model's forward can read or write, to restore them."""
 
     def __init__(self, model: nn.Module) -> None:
         own_dicts = [value for m in model.modules() for value in (m.__dict__, *m.__dict__.values())]
@@ -107,20 +109,21 @@ class Snapshot:
         functions = [v.__func__ if isinstance(v, (staticmethod, classmethod)) else v for v in found]
         caches = {id(f): f for f in functions if isinstance(f, functools._lru_cache_wrapper)}
         self._caches = [(cache, cache.cache_info().misses) for cache in caches.values()]
-        # Forward may register parameters, buffers, submodules and hooks, whose dicts are not attributes.
+        # `visible` leaves out the dicts of parameters, buffers, submodules and hooks, but forward
+        # may register some.
         namespaces_of_dicts = [Namespace(("",), value) for value in own_dicts if type(value) in (dict, OrderedDict)]
         self._dicts = [(namespace, namespace.items()) for namespace in namespaces_of_dicts]
 
     def restore_attributes(self) -> None:
-        """Undoes assignments to attributes; parameters, buffers, submodules and hooks stay as they are."""
+        """Undoes assignments to attributes, but not to parameters, buffers, submodules or hooks."""
         for namespace, previous in self._attributes:
             namespace.restore(previous)
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
-                cache.cache_clear()  # it may hold tensors of the capture, which have no values
+                cache.cache_clear()  # may contain the capture's tensors, without values
 
     def restore(self) -> None:
-        """Undoes all assignments."""
+        """Undoes all assignments, including those to parameters, buffers, submodules and hooks."""
         self.restore_attributes()
         for namespace, previous in self._dicts:
             namespace.restore(previous)

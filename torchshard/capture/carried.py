@@ -1,11 +1,12 @@
-"""What a call leaves in its arguments for the next one: caches, and the states of recurrent models.
+"""Carried values: values that a call stores in its arguments for the next call, such as caches.
 
     cache.keys = torch.cat([cache.keys, k], 2)     an object's tensor is replaced
     past.append((k, v))                            a list grows
     state["h"].mul_(0.9)                           a tensor is written to
 
-A graph has the new values as further results. After a call they are stored in the caller's objects, where forward would
-have stored them; a result that is one of these objects is the caller's own.
+A graph returns the new values as further results. After a call they are stored in the caller's
+objects, where forward would have stored them. If forward returns one of these objects, the caller
+gets its own object back.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ Keys = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Changes:
-    """The objects among the arguments that hold other values after a call."""
+    """The objects among the arguments that a call changes."""
 
     holders: tuple[Keys, ...] = ()
     results: int = 0
-    """How many tensors the value of forward has; those of the changes follow."""
+    """The number of tensors in forward's result; the tensors of the changes follow them."""
     names: tuple[str, ...] = ()
-    """The place of each of the latter, as the inputs' are named: 'past.layers[0].keys'."""
+    """The place of each tensor of the changes, named as an input: 'past.layers[0].keys'."""
     numbers: tuple[str, ...] = ()
-    """The places of integers that are others after a call."""
+    """The places of integers that a call replaces."""
     whole: frozenset[str] = frozenset()
-    """The places of tensors that are written to, and not replaced: they stay whole."""
+    """The places of tensors that are written to but not replaced: they stay replicated."""
 
     def store(self, find: Callable[[ReferenceTo], Any], items: Sequence[Mapping[Any, object]]) -> None:
-        """Stores values in the objects of a call.
+        """Stores the new values in the objects of a call.
 
         Args:
-            find: gives the objects, as they were before the call.
-            items: of each object in `holders`, all that it holds then, by name or index.
+            find: returns the objects as they were before the call.
+            items: for each object in `holders`, all its items after the call, by name or index.
         """
         holders = [find(ReferenceTo(keys)) for keys in self.holders]
         for keys, holder, values in zip(self.holders, holders, items, strict=True):
@@ -56,24 +57,24 @@ class Changes:
 
 
 def _is_fixed(keys: Keys, holder: object) -> bool:
-    """Whether an object holds the same values always: a tuple, and the arguments themselves."""
+    """Whether an object always has the same items: a tuple, or the arguments themselves."""
     return isinstance(holder, tuple) or len(keys) == 1
 
 
 def _write_tensors(holder: Any, values: Mapping[Any, object]) -> None:
-    """Writes to the tensors of a tuple, which holds the same tensors always."""
+    """Copies new values into the tensors of an object that always has the same items."""
     for name, value in values.items():
         if isinstance(value, Tensor) and value is not holder[name]:
             holder[name].copy_(value)
 
 
 def _step(holder: object, name: object) -> str:
-    """As pytree shows it: '[0]', "['h']" or '.keys'."""
+    """One step of a place, in pytree's format: '[0]', "['h']" or '.keys'."""
     return f"[{name!r}]" if isinstance(holder, (list, dict, tuple)) else f".{name}"
 
 
 class _Holder(NamedTuple):
-    """An object among the arguments that holds others, as it was before the call."""
+    """An object among the arguments that contains others, as it was before the call."""
 
     keys: Keys
     place: str
@@ -89,7 +90,7 @@ class _Holder(NamedTuple):
 
 
 class Arguments:
-    """The objects among a call's arguments, as they were before it."""
+    """The objects among a call's arguments, as they were before the call."""
 
     def __init__(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         self._holders: dict[int, _Holder] = {}
@@ -109,7 +110,7 @@ class Arguments:
             self._note((*keys, name), place + _step(value, name), child)
 
     def referencing(self, value: object) -> object:
-        """The value with a `ReferenceTo` in place of each object among the arguments."""
+        """Replaces each object among the arguments by a `ReferenceTo`."""
         known = self._holders.keys() - self._tops
         return pytree.tree_map(
             lambda leaf: ReferenceTo(self._holders[id(leaf)].keys) if id(leaf) in known else leaf,
@@ -118,10 +119,10 @@ class Arguments:
         )
 
     def with_changes(self, value: object, positional: Sequence[str]) -> tuple[Leaves, Changes]:
-        """The tensors of forward's value, and after them those that the arguments hold now.
+        """Collects the tensors of forward's result, then those that the arguments contain now.
 
         Args:
-            positional: the names of the parameters of the positional arguments.
+            positional: the parameter names of the positional arguments.
         """
         changes = list(self._changes())
         given, left = flatten(self.referencing(value)), flatten([items for _, items in changes])
@@ -146,7 +147,7 @@ class Arguments:
         )
 
     def _changes(self) -> Iterator[tuple[_Holder, dict[Any, object]]]:
-        """The objects that hold other values now, or tensors that were written to, and what they hold."""
+        """The objects with replaced items or written tensors, and all their current items."""
         for holder in self._holders.values():
             before = holder.items
             now = before if isinstance(holder.value, tuple) else children(holder.value)
@@ -170,7 +171,7 @@ class Arguments:
 
 
 def _changed_numbers(changes: Iterable[tuple[_Holder, Mapping[Any, object]]]) -> Iterator[str]:
-    """The places of integers that are others after a call."""
+    """The places of integers that a call replaces."""
     for holder, items in changes:
         for name, value in items.items():
             if isinstance(value, int | torch.SymInt) and type(holder.items.get(name)) in (int, torch.SymInt):
@@ -178,10 +179,12 @@ def _changed_numbers(changes: Iterable[tuple[_Holder, Mapping[Any, object]]]) ->
 
 
 def _place(name: str, places: Sequence[Mapping[str, str]]) -> str:
-    """The place of a tensor in (args, kwargs), of its name in the list that `with_changes` makes: "[3]['h'][0]".
+    """The place in (args, kwargs) of a tensor, by its name in the list that `with_changes` makes.
+
+    The list has one entry per changed object, so a name is "[3]['h'][0]".
 
     Args:
-        places: of each object that has changed, the place of each of its items.
+        places: for each changed object, the place of each of its items.
     """
     number, _, rest = name[1:].partition("]")
     item = next(item for item in places[int(number)] if rest.startswith(item))
@@ -189,12 +192,13 @@ def _place(name: str, places: Sequence[Mapping[str, str]]) -> str:
 
 
 def _equal(before: object, now: object) -> bool:
+    # By text, nan equals nan, and 0.0 does not equal -0.0.
     simple = (bool, int, float, complex, str, bytes)
     return isinstance(now, simple) and repr(before) == repr(now)
 
 
 def finder(arguments: object) -> Callable[[ReferenceTo], Any]:
-    """A function that finds the objects among a call's arguments as they are now; it opens each of them once."""
+    """Returns a function that finds objects in a call's arguments; it opens each object once."""
     opened: dict[Keys, dict[Any, object]] = {}
 
     def find(keys: Keys) -> Any:

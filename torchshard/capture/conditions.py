@@ -1,8 +1,9 @@
-"""Numbers that forward takes from its buffers: `if self.observer_enabled[0] == 1`, `if self.initialized.item() == 0`.
+"""Numbers that forward takes from its buffers, as in `if self.observer_enabled[0] == 1`.
 
-A graph can't hold a branch on a value of the call. A number that is computed from buffers of one element, constants and
-random draws alone is another matter: every rank has such a buffer whole, so the number is known before the call, and is
-the same on all ranks. The graph holds the side that the model takes for it, and is kept for calls with equal numbers:
+A graph can't contain a branch on a value of the call. A number that depends only on one-element
+buffers, constants and random draws is different: such buffers are replicated, so the number is
+known before the call and equal on all ranks. The graph contains the branch that the model takes for
+this number, and serves calls with equal numbers:
 
     export records    eq = aten.eq.Scalar(aten.select.int(observer_enabled, 0, 0), 1), and forward asks bool(eq)
     a Condition is    these ops as a small graph, which computes the number from the buffers as they are before a call
@@ -34,25 +35,25 @@ class Condition:
     """A number that forward takes from buffers, constants and random draws."""
 
     graph: fx.GraphModule
-    """The ops that compute it. What forward has written to the buffers before it asks, or drawn, is a part of it."""
+    """The ops that compute it, with forward's earlier draws and writes to the buffers."""
     buffers: tuple[str, ...]
     """The names of the graph's arguments."""
     draws: bool
-    """Whether random numbers have a part in it."""
+    """Whether the number depends on random draws."""
     read: Callable[[Tensor], Number]
-    """What forward asks of the result: `bool`, `Tensor.item`."""
+    """How forward reads the result: `bool`, `Tensor.item`."""
     where: str
     """The user's line."""
 
     @cached_property
     def text(self) -> str:
-        """Equal for conditions that are the same."""
+        """A text that is equal for equal conditions."""
         constants = list(map(hash_tensor, self.graph.buffers()))
         return f"{self.where}: {self.read.__name__} {self.graph.code} {self.buffers} {constants}"
 
     @torch.no_grad()
     def number(self, buffers: Mapping[str, Tensor]) -> Number:
-        """The number for these values of the buffers, and for the generator's state, which stays as it is."""
+        """Computes the number for these buffers and the RNG state, which stays unchanged."""
         own = [buffers[name].detach().clone() for name in self.buffers]  # the graph may write to them
         with keeping_rng_states(own) if self.draws else contextlib.nullcontext(), autocasting(()):
             return self.read(cast(Tensor, self.graph(*own)))
@@ -67,17 +68,18 @@ class Conditions:
         self._numbers: dict[str, tuple[str, Number]] = {}
 
     def add(self, conditions: Iterable[Condition]) -> None:
-        """Adds those that are not among them."""
+        """Adds new conditions."""
         self._conditions = {one.text: one for one in conditions} | self._conditions
         self._values = None
 
     def numbers(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[str, Number]]:
-        """Text -> line and number of each condition, as it is now; {} while a buffer has no value."""
+        """Text -> line and current number of each condition; {} while a buffer has no value."""
         conditions = self._conditions.values()
         held = [buffers[name] for name in dict.fromkeys(name for one in conditions for name in one.buffers)]
         if any(t.is_meta or is_fake(t) for t in held):
             return {}
         values = [t.item() for t in held]
+        # A draw depends on the RNG state, so such numbers are computed at each call.
         if values != self._values or any(one.draws for one in conditions):
             self._values = values
             self._numbers = {one.text: (one.where, one.number(buffers)) for one in conditions}

@@ -1,4 +1,4 @@
-"""Puts the first layer's ops in place of the marks of other layers, in an exported graph (see `repeated`)."""
+"""Replaces the marks of repeated layers by the first layer's ops (see `repeated`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torchshard.ir.graph import is_inplace, size_expr
 
 
 def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -> None:
-    """Puts the first layer's ops in place of the marks that stand for layers, and removes the others.
+    """Replaces the marks of repeated layers by the first layer's ops, and removes all other marks.
 
     Args:
-        graph: with marks; its placeholders have meta["kind"], ["path"] and ["names"].
-        constants: path -> value, of the placeholders that are constants.
+        graph: contains marks; its placeholders have meta["kind"], ["path"] and ["names"].
+        constants: path -> value, for the placeholders that are constants.
 
     Raises:
-        DifferentLayers: the last layer's ops are not those of the first.
+        DifferentLayers: the last layer's ops differ from the first layer's, or the model writes to
+            tensors in place.
     """
     marks = {_args(node)[1]: node for node in graph.nodes if node.target is MARK}
     own = {name: node for node in graph.nodes if node.op == "placeholder" for name in node.meta["names"]}
     if any(run.repeated for run in repeats.runs) and any(map(is_inplace, graph.nodes)):
-        # they are made functional later, by the memory of values, which the layers' values would share
+        # functionalization follows writes by memory, which the values of all copies would share
         raise DifferentLayers("the model writes to tensors in place")
     for run in (run for run in repeats.runs if run.repeated):
         assert run.first is not None and run.last is not None
@@ -43,13 +44,13 @@ def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -
 
 
 class _Part:
-    """The ops of a traced layer: those between two marks."""
+    """The ops of a traced layer: the nodes between its marks."""
 
     def __init__(self, marks: Mapping[int, fx.Node], traced: Traced) -> None:
         self.path = traced.layer.path
         self.results: list[fx.Node] = [_args(marks[number])[0][0] for number in traced.leave]
         self.arguments = {marks[number]: index for index, number in enumerate(traced.enter)}
-        """Mark -> which argument of the layer it is."""
+        """Mark -> the index of the layer's argument."""
         self.nodes: list[fx.Node] = []
         node, end = marks[traced.enter[-1]].next, marks[traced.leave[0]]
         while node is not end:
@@ -57,13 +58,13 @@ class _Part:
             node = node.next
 
     def described(self, constants: Mapping[str, Tensor]) -> list[object]:
-        """What it computes, by which two layers can be compared."""
+        """Describes the layer's ops as data that is equal for layers with equal ops."""
         ops = [node for node in self.nodes if not isinstance(node.meta.get("val"), torch.SymInt)]
         numbers = {node: number for number, node in enumerate(ops)}
 
         def describe(node: fx.Node) -> object:
             value = node.meta.get("val")
-            if isinstance(value, torch.SymInt):  # a layer may use the size that an earlier one has read
+            if isinstance(value, torch.SymInt):  # a layer may use a size that an earlier one read
                 return f"size {size_expr(value)}"
             if node in self.arguments:
                 return f"argument {self.arguments[node]}"
@@ -83,20 +84,20 @@ class _Part:
         return [*described, _texts(self.results, describe)]
 
     def _own_name(self, node: fx.Node) -> str:
-        """The name within the layer of a parameter or buffer; '' for what is no such."""
+        """The name of a parameter or buffer within the layer; '' for other nodes."""
         if node.meta.get("kind") == "constant":
             return ""
         names = [name for name in node.meta.get("names", ()) if name.startswith(f"{self.path}.")]
         return names[0].removeprefix(f"{self.path}.") if names else ""
 
     def place(self, node: fx.Node, path: str, own: Mapping[str, fx.Node]) -> fx.Node:
-        """What another layer takes in place of a node from outside."""
+        """The node that the layer at `path` uses in place of a node from outside."""
         name = self._own_name(node)
         return own[f"{path}.{name}"] if name else node
 
 
 _MOST_COMPARED = 64
-"""Constants of at most so many elements are compared by value."""
+"""Constants with at most this many elements are compared by value."""
 
 
 def _args(node: fx.Node) -> Any:
@@ -109,8 +110,9 @@ def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
 
 
 def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node]) -> None:
-    """Puts the first layer's ops in place of the marks of another one."""
+    """Replaces the marks of one repeated layer by copies of the first layer's ops."""
     graph, given = marks[0].graph, max((_args(mark)[0] for mark in marks), key=len)
+    # Marks of results without a gradient list only some operands; the longest list has them all.
     copies: dict[fx.Node, fx.Node] = {mark: given[index] for mark, index in first.arguments.items()}
 
     def copied(node: fx.Node) -> fx.Node:
@@ -129,7 +131,7 @@ def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx
 
 
 def _meta_of(node: fx.Node, first_path: str, mark: fx.Node, path: str) -> dict[str, Any]:
-    """A node's meta in another layer: the modules that it belongs to, and the checkpoint that the layer is in."""
+    """A node's meta in another layer: that layer's module paths, and the checkpoint around it."""
     stack = {}
     for key, (module_path, cls) in (node.meta.get("nn_module_stack") or {}).items():
         inner = module_path == first_path or module_path.startswith(f"{first_path}.")

@@ -1,7 +1,7 @@
-"""Which layers of a model are equal, so that one may be traced for others (see `repeated`).
+"""Finds equal layers of a model, so that one can be traced for others (see `repeated`).
 
-Two layers are equal if their modules have the same classes, attributes, hooks and kinds of parameters. An attribute may
-be the layer's own number, in the same place of each of them.
+Two layers are equal if their modules have the same classes, attributes, hooks and kinds of
+parameters. An attribute may be the layer's own index, if all layers store it in the same place.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn.modules import module as torch_module
 from torchshard.capture.namespaces import kind_of, stored_values
 
 FEWEST = 4
-"""So many equal layers are repeated; with fewer, nothing is gained."""
+"""The fewest equal layers that are repeated; repeating fewer saves no time."""
 RECURRING = 6
-"""With at least this many modules per kind, PyTorch's cache of fake results speeds up a capture: transformers whose 2
-to 12 layers are all traced break even at 4 to 6."""
+"""With at least this many modules per kind, PyTorch's cache of fake results speeds up a capture.
+Transformers with 2 to 12 layers, all of them traced, break even at 4 to 6."""
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
-"""Values that are compared by value."""
+"""Types that are compared by value."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class Layer:
     path: str
     looks: Looks
     places: list[tuple[str, str]]
-    """Where it holds its own number: (path within it, attribute)."""
+    """Where it stores its own index: (path within it, attribute)."""
     parts: list[int] = field(init=False)
     """The ids of its modules."""
 
@@ -43,25 +43,26 @@ class Layer:
 
     @property
     def numbers(self) -> list[tuple[nn.Module, str]]:
-        """The attributes that hold its own number."""
+        """The attributes that store its own index."""
         return [(self.module.get_submodule(path), name) for path, name in self.places]
 
     def is_as_before(self) -> bool:
-        """Whether its attributes are what they were when it was compared with the others."""
+        """Whether its attributes are unchanged since it was compared with the others."""
         now = _looks(self.module)
-        # export puts tensors of its own in the place of parameters and buffers
+        # export replaces parameters and buffers by tensors of its own
         same = all(now.get(place) == look for place, look in self.looks.items() if place[1] not in _TENSORS)
         return same and now.keys() == self.looks.keys() and self.parts == [*map(id, self.module.modules())]
 
 
 Looks = dict[tuple[str, str], Hashable]
-"""(path within a layer, attribute) -> what it holds; equal for equal values."""
+"""(path within a layer, attribute) -> a key, equal for equal values."""
 _TENSORS = ("_parameters", "_buffers")
 
 
 def equal_layers(model: nn.Module) -> list[list[Layer]]:
     """The sets of equal children of one container; at least `FEWEST` in each."""
     if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        # `_looks` does not compare hooks on all modules.
         return []
     containers = [(p, m) for p, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     found = [run for path, m in containers if len(m) >= FEWEST for run in _equal_children(path, m)]
@@ -69,7 +70,7 @@ def equal_layers(model: nn.Module) -> list[list[Layer]]:
 
 
 def calls_recur(model: nn.Module, layers: list[list[Layer]]) -> bool:
-    """Whether most ops of a capture repeat an earlier one, given that it traces the first and last of each `layers`."""
+    """Whether most ops of a capture repeat earlier ones, with only the ends of `layers` traced."""
     skipped = {part for run in layers for layer in run[1:-1] for part in layer.parts}
     traced = [m for m in model.modules() if id(m) not in skipped]
     kinds = [(type(m), shapes) for m in traced if (shapes := tuple(p.shape for p in m.parameters(recurse=False)))]
@@ -86,7 +87,7 @@ def _equal_children(path: str, container: nn.Module) -> list[list[Layer]]:
         layer = Layer(child, f"{path}.{name}".lstrip("."), looks, [])
         for first, first_number, run in firsts:
             own = _own_numbers(first, first_number, looks, number)
-            # all of them hold their numbers in the same places, or one of these holds something else
+            # the layers of a run store their index in the same places, or else they differ
             if own is not None and (len(run) == 1 or own == run[-1].places) and _may_be_hidden(child, own):
                 layer.places = run[0].places = own
                 run.append(layer)
@@ -98,7 +99,7 @@ def _equal_children(path: str, container: nn.Module) -> list[list[Layer]]:
 
 
 def _own_numbers(first: Looks, first_number: int, looks: Looks, number: int) -> list[tuple[str, str]] | None:
-    """The places where each of two layers holds its own number; None if they differ elsewhere."""
+    """The places where two layers store their own index; None if they differ elsewhere."""
     if first.keys() != looks.keys():
         return None
     differing = [place for place in looks if first[place] != looks[place]]
@@ -107,7 +108,7 @@ def _own_numbers(first: Looks, first_number: int, looks: Looks, number: int) -> 
 
 
 def _may_be_hidden(layer: nn.Module, places: Sequence[tuple[str, str]]) -> bool:
-    """Whether a read of these attributes comes to `nn.Module.__getattr__` while they are out of their `__dict__`s."""
+    """Whether reads of these attributes reach `nn.Module.__getattr__` if no `__dict__` has them."""
     classes = [(type(layer.get_submodule(path)), name) for path, name in places]
     return all(
         cls.__getattr__ is nn.Module.__getattr__ and inspect.getattr_static(cls, name, None) is None
@@ -116,16 +117,17 @@ def _may_be_hidden(layer: nn.Module, places: Sequence[tuple[str, str]]) -> bool:
 
 
 def _looks(layer: nn.Module) -> Looks:
-    """What two layers must have in common to compute the same of the same; empty for one without parts."""
+    """A layer's properties, equal for equal layers; {} without submodules, or with `__slots__`."""
     paths = {id(module): path for path, module in layer.named_modules()}
     tensors: dict[int, tuple[str, str]] = {}
     looks: Looks = {}
     for path, module in layer.named_modules():
         looks[path, "__class__"] = id(type(module))
+        # Values in slots are not listed by `vars`.
         if any(cls.__dict__.get("__slots__") for cls in type(module).__mro__):
             return {}
         for name, value in vars(module).items():
-            if name == "register_buffer":  # a capture's own
+            if name == "register_buffer":  # set by `entry_points` during a capture
                 continue
             if name == "_modules":
                 looks[path, name] = tuple((key, paths.get(id(child))) for key, child in value.items())
@@ -139,7 +141,7 @@ def _looks(layer: nn.Module) -> Looks:
 
 
 def _tensor_looks(tensor: Tensor | None, first: tuple[str, str]) -> Hashable:
-    """A parameter or buffer, and the first place where the layer holds it."""
+    """A key of a parameter or buffer, with the first place where the layer stores it."""
     if tensor is None:
         return None
     return (id(type(tensor)), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, first)

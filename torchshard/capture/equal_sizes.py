@@ -1,11 +1,12 @@
-"""Finds dynamic sizes of the inputs that must be equal for a graph to compute anything sensible, or are fixed.
+"""Finds dynamic sizes of the inputs that must be equal, or fixed, for a graph to make sense.
 
     before    view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8*b//a]     a, b: the batches of two inputs
     after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          a is b
 
-PyTorch's attention views its keys by the batch of its queries. Export leaves open whether the two are equal, and the
-quotients in its sizes can't be split. It also leaves open the factors of a fixed product: if `batch * length` targets
-are in a buffer, a part of the batch would have a different number of them.
+PyTorch's attention views its keys by the batch size of its queries. Export does not conclude that
+the two are equal, and the quotients in its sizes can't be split. It also does not fix the factors
+of a fixed product: if `batch * length` targets are in a buffer, a shard of the batch would have a
+different number of them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ InputDim = tuple[int, int]
 
 
 def equal_sizes(exported: ExportedProgram) -> list[list[InputDim]]:
-    """Groups of input dims; the graph takes all dims of a group to have one size, as they have in the example."""
+    """Groups of input dims; the graph assumes one size for each group, as in the example."""
     dims, hints = _dynamic_dims(exported)
     groups = {symbol: {symbol} for symbol in dims}
     for numerator, denominator in _quotients(exported):
@@ -38,7 +39,7 @@ def equal_sizes(exported: ExportedProgram) -> list[list[InputDim]]:
 
 
 def fixed_sizes(exported: ExportedProgram) -> list[InputDim]:
-    """Input dims of which a sum or product is a fixed number, as where it is compared with a buffer's size."""
+    """Input dims with a fixed sum or product, such as one compared with a buffer's size."""
     dims, fixed = _dynamic_dims(exported)[0], set[sympy.Symbol]()
     for guard in _guards(exported):
         if isinstance(guard, sympy.Eq) and guard.rhs.is_Integer and guard.lhs.is_polynomial():
@@ -47,7 +48,7 @@ def fixed_sizes(exported: ExportedProgram) -> list[InputDim]:
 
 
 def _guards(exported: ExportedProgram) -> list[sympy.Basic]:
-    """What export has assumed of sizes."""
+    """The assumptions about sizes that export has made."""
     found = (value for node in exported.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
     sizes: Iterator[Any] = (size for value in found if isinstance(value, Tensor) for size in value.shape)
     env = next((size.node.shape_env for size in sizes if isinstance(size, SymInt)), None)
@@ -59,7 +60,7 @@ def _dims_of(group: frozenset[sympy.Symbol], dims: dict[sympy.Symbol, list[Input
 
 
 def _dynamic_dims(exported: ExportedProgram) -> tuple[dict[sympy.Symbol, list[InputDim]], dict[sympy.Symbol, int]]:
-    """Dynamic size -> the dims that have it, and -> its value in the example."""
+    """Dynamic size -> the dims that have it, and dynamic size -> its value in the example."""
     dims: dict[sympy.Symbol, list[InputDim]] = {}
     hints: dict[sympy.Symbol, int] = {}
     kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}

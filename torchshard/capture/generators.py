@@ -1,15 +1,15 @@
-"""Refuses a forward that draws from Python's or NumPy's random numbers, or seeds a generator unseen by `seeding`.
+"""Refuses a forward that uses Python's or NumPy's RNG, or seeds one unseen by `seeding`.
 
-A graph would keep the numbers of its capture for every call. Generators are global to the process, so such a forward is
-found by comparing their states before and after the capture.
+A graph would repeat the numbers of its capture in every call. Generators are global to the process,
+so their states before and after the capture are compared.
 
-A forward that seeds a generator to the state that it is already in leaves no difference. So the capture starts from
-states that nobody seeds to, if no other thread runs. This is safe for threads that start meanwhile: only a running
-thread starts another, and the only one is busy with the capture, so it could be forward alone that starts one.
+Seeding a generator to its current state leaves no difference. So, if no other thread runs, the
+capture starts from unusual states. This is safe for threads that start meanwhile: only a running
+thread starts another, and the only running one executes forward.
 
-Beside other threads the states are only read, because another thread may draw at any time. If a state has changed, the
-forward runs again to find out who changed it (see `_used_by`). A forward that seeds a generator to the state that it is
-already in is not noticed there.
+If other threads run, the states are only read, because any thread may draw at any time. If a state
+has changed, forward runs again to find out whether it made the change (see `_used_by`). In this
+case, seeding a generator to its current state goes unnoticed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _READING = {"getstate", "get_state", "initial_seed"}
 
 @contextlib.contextmanager
 def changed_generators() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, the names of the generators whose states have changed in it."""
+    """Yields a list; after the block it names the generators with changed states."""
     changed: list[str] = []
     with _unusual_states() if _is_only_thread() else contextlib.nullcontext():
         before = _states()
@@ -49,12 +49,13 @@ def check_generators(model: nn.Module, changed: list[str], run: Callable[[], obj
     """Refuses a forward that uses a generator.
 
     Args:
-        changed: the generators that have changed while it was captured.
+        changed: the generators that changed during the capture.
         run: runs forward on fake tensors.
 
     Raises:
         CaptureError: forward draws from Python's or NumPy's random numbers, or seeds PyTorch's.
     """
+    # A false error then needs another thread to use the generator in every rerun.
     for _ in range(_RERUNS if changed and not _is_only_thread() else 0):
         used = _used_by(run)
         changed = [name for name in changed if name in used]
@@ -72,12 +73,12 @@ def check_generators(model: nn.Module, changed: list[str], run: Callable[[], obj
 
 
 def _is_only_thread() -> bool:
-    # The second also counts threads that were started without the threading module.
+    # `_current_frames` also counts threads that were started without the threading module.
     return threading.active_count() == 1 and len(sys._current_frames()) == 1
 
 
 def _states() -> dict[str, object]:
-    """Name -> state of the generators that a process shares."""
+    """Name -> state of each generator that the process shares."""
     states: dict[str, object] = {"random": random.getstate(), "torch": torch.get_rng_state().numpy().tobytes()}
     if numpy := sys.modules.get("numpy.random"):
         states["numpy.random"] = repr(numpy.get_state())
@@ -91,12 +92,12 @@ def _changed_since(before: dict[str, object]) -> set[str]:
 
 @contextlib.contextmanager
 def _unusual_states() -> Iterator[None]:
-    """Seeds the generators with an unusual seed inside the block, and restores their states afterwards."""
+    """Seeds the generators with an unusual seed, and restores their states after the block."""
     numpy = sys.modules.get("numpy.random")
     python_state, torch_state = random.getstate(), torch.get_rng_state()
     numpy_state = numpy.get_state() if numpy else None
     random.seed("torchshard")
-    # Not torch.manual_seed, which would also seed the generators of all GPUs.
+    # torch.manual_seed would also seed the generators of all GPUs.
     torch.default_generator.manual_seed(_UNUSUAL_SEED)
     if numpy:
         numpy.seed(_UNUSUAL_SEED)
@@ -110,14 +111,14 @@ def _unusual_states() -> Iterator[None]:
 
 
 def _used_by(run: Callable[[], object]) -> set[str]:
-    """The generators that a run draws from or seeds, although other threads may use them at the same time.
+    """The generators that a run draws from or seeds, although other threads may use them too.
 
-    A profile function sees the calls of its own thread alone, and the methods of Python's and PyTorch's generators are
-    builtins, which it is told of. Those of NumPy are not: there the states are compared, so that another thread that
-    draws from NumPy without a pause, in all of the reruns, gets the forward refused.
+    A profile function sees only its own thread's calls. It sees the methods of Python's and
+    PyTorch's generators, because these are builtins. It does not see NumPy's, so their states are
+    compared: if another thread draws from NumPy during all of the reruns, forward is refused.
     """
     before = _states()
-    if sys.getprofile() is not None:  # a profiler runs, and a thread has one profile function
+    if sys.getprofile() is not None:  # a thread has one profile function, which a profiler uses
         run()
         return _changed_since(before)
     called = _called_generators(run)
@@ -125,7 +126,7 @@ def _used_by(run: Callable[[], object]) -> set[str]:
 
 
 def _called_generators(run: Callable[[], object]) -> set[str]:
-    # The functions of `random` are methods of one hidden object.
+    # The functions of `random` are methods of one hidden instance.
     names = {id(getattr(random.random, "__self__", None)): "random", id(torch.default_generator): "torch"}
     called: set[str] = set()
 

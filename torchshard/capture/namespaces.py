@@ -1,10 +1,10 @@
-"""Objects that store values by name or index: how their values are listed, and how earlier ones are stored again.
+"""Objects that store values by name or index: how to list their values and to restore earlier ones.
 
-Modules, configurations, lists, dicts, globals, closures and the like differ in how Python reads and writes them; one
-row of `_KINDS` says it for each. `visible` finds those that a forward can read.
+Modules, configurations, lists, dicts, globals, closures and the like differ in how Python reads and
+writes them; `_KINDS` has one row for each. `visible` finds those that a forward can read.
 
-Reading runs no code of the user's classes, and restoring writes only values that differ. A class may compute what it
-returns: `ACT2FN["gelu"]` of transformers makes a new module at each `__getitem__`.
+Reading runs no code of the user's classes, and restoring writes only values that differ. A class
+may compute its results: `ACT2FN["gelu"]` of transformers makes a new module at each `__getitem__`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Values = dict[Any, object]
 """Name or index -> value."""
 
 OF_MEMORIES = "_torchshard_memories"
-"""The attribute of a copied model in which `shared_memory` notes where the model's tensors were."""
+"""The attribute of a copied model in which `shared_memory` notes the original tensors' memory."""
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training", "register_buffer", OF_MEMORIES}
-"""Parameters, buffers, submodules, hooks, the mode, what `entry_points` replaces during a capture, and our notes."""
+"""Parameters, buffers, submodules, hooks, the mode, patches of `entry_points`, and our notes."""
 _OPEN_PACKAGES = frozenset(
     {"argparse", "collections", "configparser", "functools", "optparse", "types", "weakref", "_thread"}
 )
-"""Those of Python's own packages whose objects hold only values that the user has stored in them."""
+"""Standard-library packages with objects that contain only values stored by the user."""
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
 
@@ -51,7 +51,7 @@ class Namespace:
     place: Place
     owner: Any
     names: tuple[str, ...] | None = None
-    """The names that are read of a class, an object or globals; None: all names."""
+    """The names that are read, of a class, an object or globals; None: all names."""
 
     def items(self) -> Values:
         """Name or index -> current value."""
@@ -68,19 +68,19 @@ class Namespace:
         return (*self.place, f".{name}" if inside_object else str(name))
 
     def restore(self, previous: Values) -> None:
-        """Stores the previous values again, where they differ."""
+        """Restores the previous values that differ."""
         current = self.items()
         if current.keys() != previous.keys() or not all(map(operator.is_, current.values(), previous.values())):
             kind_of(self.owner).write(self.owner, previous, current)
 
 
 class Kind(NamedTuple):
-    """How the values of some types of objects are read and stored."""
+    """How to read and store the values of some types of objects."""
 
     types: tuple[type, ...]
     read: Callable[[Any], Values]
     write: Callable[[Any, Values, Values], None]
-    """(owner, the values to store, its current ones): stores them, and removes names that they do not have."""
+    """(owner, values to store, current ones): stores them, and removes names that they lack."""
 
 
 def _differing(previous: Values, current: Values) -> Values:
@@ -129,12 +129,12 @@ def _write_dict(owner: dict[Any, object], previous: Values, current: Values) -> 
 
 
 def dict_class(owner: dict[Any, object]) -> type[dict[Any, object]]:
-    """The class of Python that stores what a dict holds; methods of a subclass may compute or count."""
+    """The builtin class of a dict; methods of a subclass may compute or count."""
     return OrderedDict if isinstance(owner, OrderedDict) else dict
 
 
 def stored_values(owner: object) -> Iterable[object]:
-    """The values of a container of Python, in order, without the methods of a subclass."""
+    """The values of a builtin container, in order, read without the methods of a subclass."""
     if isinstance(owner, dict):
         return dict_class(owner).values(owner)
     if isinstance(owner, MappingProxyType):
@@ -144,7 +144,7 @@ def stored_values(owner: object) -> Iterable[object]:
 
 
 def is_empty(owner: object) -> bool:
-    """Whether a container of Python stores nothing; `len` of a subclass may mean something else, or raise."""
+    """Whether a builtin container is empty; a subclass's `len` may mean something else or raise."""
     return not any(True for _ in stored_values(owner))
 
 
@@ -165,8 +165,9 @@ def _values_of_module(module: nn.Module) -> Values:
 
 
 def own_dict(value: object) -> dict[str, Any] | None:
-    """The `__dict__` of an object, without code of its class; None if it has none."""
+    """The `__dict__` of an object, read without code of its class; None if it has none."""
     readers = (vars(base).get("__getattribute__") for base in type(value).__mro__)
+    # A `__getattribute__` that is a Python function is the user's code.
     read: Any = next(one for one in readers if one is not None and not isinstance(one, FunctionType))
     try:
         found = read(value, "__dict__")
@@ -176,7 +177,7 @@ def own_dict(value: object) -> dict[str, Any] | None:
 
 
 def values_of_object(value: object) -> Values:
-    """The attributes of an object itself, in its slots and its `__dict__`; properties are not read."""
+    """The attributes of an object, in its slots and its `__dict__`; properties are not read."""
     return _values_of_slots(value) | (own_dict(value) or {})
 
 
@@ -186,12 +187,12 @@ def _values_of_slots(value: object) -> Values:
         try:
             found[name] = slot.__get__(value)
         except AttributeError:
-            continue  # empty
+            continue  # an empty slot
     return found
 
 
 def _slots_of(cls: type) -> dict[str, MemberDescriptorType]:
-    """Name -> slot, of all that a class and its bases declare."""
+    """Name -> slot, for all slots that a class and its bases declare."""
     declaring = [vars(base) for base in reversed(cls.__mro__) if "__slots__" in vars(base)]
     return {n: slot for names in declaring for n, slot in names.items() if isinstance(slot, MemberDescriptorType)}
 
@@ -205,13 +206,13 @@ def _write_object(owner: object, previous: Values, current: Values) -> None:
             del attributes[name]
     for name, value in _differing(previous, current).items():
         if name in slots:
-            slots[name].__set__(owner, value)  # the class may be frozen
+            slots[name].__set__(owner, value)  # works for a frozen class, too
         else:
             attributes[name] = value
 
 
 def _write_nothing(owner: object, previous: Values, current: Values) -> None:
-    """Python lets nobody assign the parts of these objects."""
+    """Does not write: Python makes the parts of these objects read-only."""
 
 
 _KINDS = (
@@ -230,7 +231,7 @@ _KINDS = (
     Kind((type,), lambda cls: dict(vars(cls)), _write_class),
     Kind((object,), values_of_object, _write_object),
 )
-"""The first row that fits counts."""
+"""The first matching row is used."""
 
 
 def kind_of(owner: object) -> Kind:
@@ -239,12 +240,16 @@ def kind_of(owner: object) -> Kind:
 
 
 def is_container(value: object) -> bool:
-    """Whether a value is one of Python's containers; sizes are numbers."""
+    """Whether a value is a builtin container; a `torch.Size` counts as a number."""
     return isinstance(value, (dict, list, deque, set, tuple, MappingProxyType)) and not isinstance(value, torch.Size)
 
 
 def is_open(value: object) -> bool:
-    """Whether a value is an object whose attributes a forward may read: no tensor, module, function, class or array."""
+    """Whether a value is an object with attributes that forward may read.
+
+    Excluded are tensors, modules, functions, classes, arrays, and objects of PyTorch, of this
+    package and of most of Python's own packages.
+    """
     cls = type(value)
     package = cls.__module__.partition(".")[0]
     if isinstance(value, (MethodType, partial, ContextVar, weakref.ref, Distribution)):
@@ -262,10 +267,10 @@ def has_attributes(value: object) -> bool:
 
 
 class Array(Protocol):
-    """What is used here of arrays; the package does not import NumPy."""
+    """The part of an array's interface that is used here; the package does not import NumPy."""
 
     def tobytes(self) -> bytes:
-        """The array's memory."""
+        """The array's memory as bytes."""
 
 
 def is_array(value: object) -> TypeGuard[Array | bytearray]:
@@ -275,11 +280,11 @@ def is_array(value: object) -> TypeGuard[Array | bytearray]:
 
 
 def array_content(value: Array | bytearray) -> bytes:
-    """Type, shape and elements of an array: equal bytes may be other numbers, or lie in another shape."""
+    """Dtype, shape and elements of an array; equal bytes may differ in dtype or shape."""
     kind = [getattr(value, name, None) for name in ("dtype", "typecode", "format", "shape")]
     return repr(kind).encode() + (bytes(value) if isinstance(value, bytearray) else value.tobytes())
 
 
 def version_of(tensor: Tensor) -> int:
-    """A number that changes when a tensor is written to; 0 of a tensor for inference, which has none."""
+    """A number that changes with each write to a tensor; 0 for inference tensors."""
     return 0 if tensor.is_inference() else tensor._version

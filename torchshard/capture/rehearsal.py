@@ -1,10 +1,11 @@
-"""Decides whether attributes that a forward assigns are a cache or a log, which a graph may lose, or state: refused.
+"""Decides whether attributes that forward assigns are a cache or log, or state, which is refused.
 
-A graph computes one call. It does not assign plain attributes (`self.cos = ...`, `self.step += 1`), attributes of
-classes or variables of closures, so a later call of the graph could not read them. That is harmless for a cache, or if
-nothing reads them; for state the later call's numbers would be wrong. A rehearsal on fake tensors decides: after the
-first call, a second one must compute the same as alone, and assign nothing new. The second call may be of another kind:
-an encoder's call may assign an attribute that a decoder's call reads.
+A graph computes one call. It does not assign plain attributes (`self.cos = ...`, `self.step += 1`),
+attributes of classes or variables of closures, so a later call of the graph could not read them.
+That is harmless for a cache, or if no code reads them; for state, the later call's results would be
+wrong. A rehearsal on fake tensors decides: after the first call, a second one must compute the same
+as on its own, and assign no further values. The second call may be of another kind: an encoder's
+call may assign an attribute that a decoder's call reads.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ class ModelCall:
 
     call: Leaves
     modes: tuple[bool, ...]
-    """Train or eval, of every module; (): the current ones."""
+    """Train or eval mode of every module; () for the current modes."""
     numbers: Sequence[Number] = ()
-    """What the conditions are that forward asks for, in order."""
+    """The numbers of the conditions that forward asks for, in order."""
 
 
 def refuse_state(
     model: nn.Module, call: Leaves, places: Sequence[Place], numbers: Sequence[Number] = ()
 ) -> tuple[Place, ...]:
-    """Rehearses a call twice whose forward assigns attributes.
+    """Rehearses two equal calls of a forward that assigns attributes.
 
     Returns:
-        The places where it leaves tensors that depend on its inputs or parameters: results that it does not return.
+        The places where forward leaves tensors that depend on its inputs or parameters: results
+        that it does not return.
 
     Raises:
-        CaptureError: the attributes that the first call assigns change what the second computes.
+        CaptureError: the attributes that the first call assigns change the results of the second.
     """
     repeated = ModelCall(call, (), numbers)
     return refuse_state_between(model, repeated, repeated, places)
@@ -64,13 +66,13 @@ def refuse_state(
 def refuse_state_between(
     model: nn.Module, first: ModelCall, second: ModelCall, places: Sequence[Place]
 ) -> tuple[Place, ...]:
-    """Rehearses a call after another one, perhaps of another kind, which assigns the attributes at these places.
+    """Rehearses a call after another one, perhaps of another kind, which assigns these attributes.
 
     Returns:
         The places where the first call leaves tensors that depend on its inputs or parameters.
 
     Raises:
-        CaptureError: the attributes that the first call assigns change what the second computes.
+        CaptureError: the attributes that the first call assigns change the results of the second.
     """
     left: tuple[Place, ...] = ()
     try:
@@ -91,16 +93,17 @@ def refuse_state_between(
 
 
 def run_on_fakes(model: nn.Module, call: Leaves, numbers: Sequence[Number] = ()) -> None:
-    """Runs forward once on fake tensors; attributes and modes are restored afterwards."""
+    """Runs forward once on fake tensors; restores attributes and modes afterwards."""
     with _on_fakes(model) as mode:
         _Rehearsed(model, ModelCall(call, (), numbers), mode).run()
 
 
 @contextlib.contextmanager
 def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Makes the model's parameters, buffers and plain tensors fake inside the block, and forward run as in a capture.
+    """Makes the model's tensors fake inside the block, and its forward run as in a capture.
 
-    A model may ask `torch.compiler.is_compiling()`, as Hugging Face's mixtures of experts do, to choose an op.
+    A model may ask `torch.compiler.is_compiling()` to choose an op, as Hugging Face's mixtures of
+    experts do.
     """
     snapshot, modes = Snapshot(model), [m.training for m in model.modules()]
     mode = new_fake_mode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
@@ -120,7 +123,8 @@ def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
 def _without_seeding() -> Iterator[None]:
     """Makes `torch.manual_seed` and the like do nothing in this thread.
 
-    A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
+    A custom Function may seed. Restoring the global generator afterwards would undo the draws of
+    other threads.
     """
     with use_recording(Recording(inside_call=True)), replaced_functions():
         yield
@@ -142,7 +146,7 @@ class _Rehearsed:
         self._rebuild = model_call.call.rebuild
 
     def run(self) -> None:
-        """Calls the model, with arguments that no earlier run has changed."""
+        """Calls the model with arguments that no earlier run has changed."""
         _set_modes(self._model, self._modes)
         recording = current_recording()
         assert recording is not None
@@ -152,7 +156,7 @@ class _Rehearsed:
 
 
 def _faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
-    """A call's tensor as a fake one; a meta tensor stands for one on the model's device."""
+    """A call's tensor as a fake one; a meta tensor gets the model's device."""
     if device is None or not tensor.is_meta:
         return mode.from_tensor(tensor)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -166,18 +170,18 @@ def _make_attributes_fake(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 class _Trace(TorchFunctionMode):
-    """Records the ops on tensors that derive from some sources, and whether one reads a watched tensor.
+    """Records the ops on tensors derived from some sources, and reads of watched tensors.
 
-    Tensors are told apart by their storage, so that views count as the tensor that they view.
+    Tensors are identified by their storage, so a view counts as its base.
     """
 
     def __init__(self, sources: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> None:
-        # The tensors stay referenced, so that no other storage can get the address of one of theirs.
+        # These tensors stay referenced, so that no other storage can get the address of theirs.
         self.derived = {storage_id(t): t for t in sources}
         self._watched = {storage_id(t) for t in watched}
         self.reads_watched = False
         self.ops: list[tuple[str, str]] = []
-        """(name, the arguments that are no tensors) of each op."""
+        """(name, the arguments other than tensors) of each op."""
 
     def __torch_function__(
         self,
@@ -200,10 +204,10 @@ class _Trace(TorchFunctionMode):
 
 
 def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tuple[str, tuple[Place, ...]]:
-    """Compares a call with the same call after another one.
+    """Compares a call on its own with the same call after another one.
 
     Returns:
-        Why it computes something else then ('' if it does not), and where the other one leaves tensors of its own.
+        Why the two differ ('' if they do not), and where the other call leaves tensors of its own.
     """
     before = attributes(model)
     plain = [value for value in before.values() if isinstance(value, Tensor)]
@@ -211,11 +215,12 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
     snapshot = Snapshot(model)
     with _Trace(sources) as alone:
         second.run()
+    # The first call must not see the assignments of this run.
     snapshot.restore()
     with _Trace(sources) as first_trace:
         first.run()
     between = attributes(model)
-    # A tensor that derives from no input or parameter is the same in each call: a cache, which may be read.
+    # A tensor that derives from no input or parameter is equal in each call: it may be read.
     of_call = {
         place: value
         for place in changed(before, between)
@@ -237,7 +242,7 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
 
 
 def _written_buffers(model: nn.Module, call: _Rehearsed) -> list[Tensor]:
-    """The buffers that a call writes to or replaces; to a call that only reads it, a buffer is a constant."""
+    """The buffers that a call writes to or replaces; to the call, all others are constants."""
     snapshot, buffers = Snapshot(model), dict(model.named_buffers())
     versions = {name: tensor._version for name, tensor in buffers.items()}
     call.run()

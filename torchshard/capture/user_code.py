@@ -1,4 +1,4 @@
-"""Reads functions without running them: the names and closures that they use, and the user's lines for errors."""
+"""Reads functions without running them: names and closures, and the user's lines for errors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torchshard.core.user_files import is_library, is_of_python
 
 @dataclass(frozen=True)
 class Mentions:
-    """The names that code uses, inner functions included; sorted, so that all ranks follow them in one order."""
+    """The names that code and its inner functions use; sorted, so that all ranks agree."""
 
     globals: tuple[str, ...]
     attributes: tuple[str, ...]
-    """The names behind a dot, and some more: globals and imported names are among them."""
+    """The names after a dot, and some more: globals and imported names are among them."""
     imports: tuple[str, ...]
     """The modules that the code itself imports."""
 
 
 @functools.lru_cache(maxsize=4096)
 def mentions(code: CodeType) -> Mentions:
-    """Reads the names out of bytecode."""
+    """Reads the names from bytecode."""
     instructions = list(dis.get_instructions(code))
     inner = [mentions(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     of_globals = {i.argval for i in instructions if i.opname in _GLOBAL_OPS}
@@ -42,7 +42,7 @@ _GLOBAL_OPS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLO
 
 
 def cells_of(function: FunctionType) -> dict[str, object]:
-    """The closure of a function: name -> its current value."""
+    """The closure of a function: name -> current value."""
     return {name: cell.cell_contents for name, cell in closure_of(function).items() if _has_value(cell)}
 
 
@@ -63,7 +63,7 @@ def _has_value(cell: CellType) -> bool:
 
 
 def user_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a stack that is neither PyTorch's, TorchShard's nor Python's own; '' if there is none."""
+    """The innermost line of a stack outside PyTorch, TorchShard and Python's own files, or ''."""
     frames = [frame for frame in stack if not is_library(frame.filename) and not is_of_python(frame.filename)]
     return _innermost([frame for frame in frames if frame.name not in ("<module>", "main")] or frames)
 
@@ -74,7 +74,7 @@ def calling_line() -> str:
 
 
 def layer_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a stack inside PyTorch's own layers, for models that have no forward of their own."""
+    """The innermost line in PyTorch's own layers, for models without a forward of their own."""
     return _innermost([frame for frame in stack if "/torch/nn/modules/" in frame.filename])
 
 
@@ -83,6 +83,6 @@ def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def line_in(text: str) -> str:
-    """The innermost user's line of a traceback that is written in a text: '/home/me/model.py:12'; '' if none."""
+    """The user's innermost line of a traceback in a text: '/home/me/model.py:12', or ''."""
     lines = [(path, line) for path, line in re.findall(r'File "([^"]+)", line (\d+)', text) if not is_library(path)]
     return ":".join(lines[-1]) if lines else ""

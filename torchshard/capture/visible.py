@@ -1,13 +1,13 @@
-"""Finds the values that a forward can read beside its arguments, parameters and buffers, without running it.
+"""Finds the values that forward can read beyond its arguments, parameters and buffers.
 
     attributes of modules        self.scale, and the values in their lists, dicts and objects: self.config.scale
     classes                      Block.scale, and the methods that forward may call
     of the user's own code       globals, closures and defaults of the functions that forward may call
     of the process               context variables, os.environ
 
-The search goes from a value to all values that it holds, and from a function to those that its code mentions by name;
-running the code instead could change the state that is being looked for. Code of installed packages and of Python
-itself is not searched: its globals are not settings that a user changes.
+The search goes from a value to the values in it, and from a function to those that its code names.
+Forward does not run, because it could change the state that is searched for. Code of installed
+packages and of Python itself is not searched, because users do not set its globals.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _CALLED_BY_PYTORCH = frozenset({"forward", "backward", "setup_context"})
 
 @dataclass(frozen=True)
 class Visible:
-    """What a search has found."""
+    """The result of a search."""
 
     namespaces: list[Namespace]
     """Each list, dict, object, function and class once, and the globals of each file."""
     places: dict[int, Place]
-    """id -> place of each value whose content is found below that place."""
+    """id -> place of each value with contents that are found below that place."""
 
     def values(self) -> Iterator[tuple[Place, object]]:
-        """(place, value) of all values that the namespaces hold now."""
+        """(place, value) of all current values in the namespaces."""
         for namespace in self.namespaces:
             for name, value in namespace.items().items():
                 yield namespace.place_of(name), value
@@ -51,7 +51,8 @@ def visible_to(model: nn.Module, *, code: bool = True) -> Visible:
     """The values that a call of a model can read.
 
     Args:
-        code: whether to follow functions and classes too; without them, these are the values that the model holds.
+        code: whether to follow functions and classes too; without them, the result is the model's
+            data.
     """
     search = _Search(code=code)
     search.add_model(model)
@@ -97,24 +98,24 @@ class _Search:
         self._places: dict[int, Place] = {}
         self._pending: list[tuple[Place, object]] = []
         self._roots: dict[str, int] = {}
-        """First part of a place -> how many have it."""
+        """First part of a place -> the number of places that have it."""
         self._in_libraries: set[int] = set()
         self._mentioned: dict[str, None] = {}
         """The names of attributes in all code met so far."""
         self._globals: dict[int, _PartlyRead] = {}
-        """id -> globals of a file: of them a function reads the names that its own code mentions."""
+        """id -> globals of a file; a function reads those that its own code mentions."""
         self._with_methods: dict[int, _PartlyRead] = {}
-        """id -> class, or object whose method is called: of them code reads the names that any code mentions."""
+        """id -> class, or owner of a called method; code reads the names in any code."""
 
     def result(self) -> Visible:
-        """Follows everything that is pending."""
+        """Follows all pending values."""
         while self._pending:
             self.visit(*self._pending.pop())
         partly = [*self._globals.values(), *self._with_methods.values()]
         return Visible([*self._found, *(Namespace(p.place, p.owner, tuple(p.names)) for p in partly)], self._places)
 
     def add_model(self, model: nn.Module) -> None:
-        """Follows what a call of a model reads."""
+        """Adds the values that a call of a model reads."""
         modules = dict(model.named_modules())
         self._roots.update(dict.fromkeys(modules, 1))
         self._places.update((id(module), (path,)) for path, module in modules.items())
@@ -126,7 +127,7 @@ class _Search:
             )
 
     def visit(self, place: Place, value: object) -> None:
-        """Follows one value, wherever it is stored."""
+        """Follows one value, regardless of its place."""
         if id(value) in self._places:
             return
         if isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
@@ -144,7 +145,8 @@ class _Search:
             self._add_method(place, value)
         elif isinstance(value, nn.Module):
             if not type(value).__module__.startswith("torchshard."):
-                self._add_object(place, value, vars(value))  # no part of the model: its parameters count too
+                # It is not part of the model, so its parameters count too.
+                self._add_object(place, value, vars(value))
         elif is_container(value) or is_open(value):
             self._add_object(place, value, value)
 
@@ -154,7 +156,7 @@ class _Search:
         self._add_classes(filter(_is_of_user, type(value).__mro__))
 
     def _add_classes(self, classes: Iterable[type]) -> None:
-        """Follows the classes of an object: all their data, as all of the object's, and the methods that may run."""
+        """Follows an object's classes: all their data, and the methods that may run."""
         for cls in classes if self._follows_code else ():
             self._read(self._class(cls), [name for name, value in vars(cls).items() if _is_data(name, value)])
 
@@ -163,12 +165,12 @@ class _Search:
         return self._with_methods.get(id(cls)) or self._add_with_methods(cls, cls.__qualname__, names)
 
     def add_class(self, cls: type) -> None:
-        """Follows all that a class and its bases hold."""
+        """Follows all values in a class and its bases."""
         for base in filter(_is_of_user, cls.__mro__):
             self._read(self._class(base), [name for name in vars(base) if name not in _OF_EVERY_CLASS])
 
     def _add_method(self, place: Place, method: MethodType) -> None:
-        """Of the object that a method is bound to, such as a trainer, only what code mentions is read."""
+        """Follows a bound method; of its object (a trainer), only the names that code mentions."""
         owner = method.__self__
         self._places[id(method)] = place
         self._found.append(Namespace(place, method))
@@ -187,7 +189,7 @@ class _Search:
         return partly
 
     def add_function(self, function: FunctionType) -> None:
-        """Follows what a function holds and what its code mentions."""
+        """Follows a function's closure, defaults and attributes, and the names in its code."""
         if not self._follows_code:
             return
         place = self._places[id(function)] = self._root(function.__qualname__)
@@ -207,7 +209,7 @@ class _Search:
             self._read(partly, new)
 
     def _add_functions_in_library(self, place: Place, function: FunctionType) -> None:
-        """Follows the functions that a library's function holds: `torch.no_grad()` as a decorator holds the user's."""
+        """Follows functions in a library's function: `torch.no_grad()` decorates the user's."""
         if id(function) not in self._in_libraries:
             self._in_libraries.add(id(function))
             self._push((place, held) for held in cells_of(function).values() if isinstance(held, FunctionType))
@@ -218,7 +220,8 @@ class _Search:
         self._read(self._globals[id(values)], names)
 
     def _read(self, partly: _PartlyRead, names: Iterable[str]) -> None:
-        may_be_added = not isinstance(partly.owner, type)  # forward may assign a global that does not exist yet
+        # Forward may assign a global that does not exist yet.
+        may_be_added = not isinstance(partly.owner, type)
         new = [name for name in names if name not in partly.names and (may_be_added or name in partly.values)]
         partly.names.update(dict.fromkeys(new))
         self._push(((*partly.place, name), partly.values[name]) for name in new if name in partly.values)
@@ -228,10 +231,10 @@ class _Search:
         self._push((namespace.place_of(name), value) for name, value in namespace.items().items())
 
     def _push(self, found: Iterable[tuple[Place, object]]) -> None:
-        self._pending += reversed(list(found))  # the last one is followed first
+        self._pending += reversed(list(found))  # the stack is popped from its end
 
     def _root(self, name: str) -> Place:
-        """A place that no other value has, although functions and classes may have equal names."""
+        """A place of its own for a value: functions and classes may have equal names."""
         count = self._roots[name] = self._roots.get(name, 0) + 1
         return (name if count == 1 else f"{name} ({count})",)
 
@@ -239,7 +242,7 @@ class _Search:
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__"})
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _ANY_ATTRIBUTE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
-"""What code reads attributes with whose names it does not mention."""
+"""Names by which code reads attributes that it does not mention."""
 
 
 def _is_of_user(cls: type) -> bool:
@@ -248,7 +251,7 @@ def _is_of_user(cls: type) -> bool:
 
 
 def _may_read_everything(method: MethodType) -> bool:
-    """Whether a method may read attributes of its object whose names the user's code does not mention."""
+    """Whether a method may read attributes of its object that the user's code does not mention."""
     code = getattr(method.__func__, "__code__", None)
     reads_any = code is not None and not _ANY_ATTRIBUTE.isdisjoint(mentions(code).attributes)
     return reads_any or hasattr(type(method.__self__), "__getattr__")
@@ -263,5 +266,5 @@ def _is_data(name: str, value: object) -> bool:
 
 
 def _runs_unmentioned(name: str, value: object) -> bool:
-    """Whether a method of an object may run without code that mentions its name, as operators do."""
+    """Whether a method may run without code that mentions its name, as operators do."""
     return _is_method(value) and name != "__init__" and (name.startswith("__") or name in _CALLED_BY_PYTORCH)

@@ -1,7 +1,7 @@
-"""Notices, cheaply enough for each call, that a value has changed which a captured graph holds as a constant.
+"""Notices changes of the values that a captured graph has as constants, fast enough for each call.
 
-A graph is captured with the attributes, globals and closures that forward reads (see `visible`). When one of them
-changes, the next call needs another graph.
+A graph is captured with the attributes, globals and closures that forward reads (see `visible`).
+After a change, the next call needs another graph.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from torchshard.capture.user_code import cells_of
 from torchshard.capture.visible import Visible, visible_to
 
 LARGE_ITEMS = 4096
-"""Of a list or dict with more items than this, `Watch` compares the first ones only."""
+"""`Watch` compares only this many first items of a list or dict."""
 
 
 class Watch:
-    """Numbers the states of the values that a model's forward can read: 0 at first, a new number for each new state.
+    """Numbers the states of the values that forward can read: 0, then a new number per new state.
 
-    Attributes of the modules themselves are not compared: a sharded model tells of those that are assigned (`look`).
+    Attributes of the modules themselves are not compared: a sharded model calls `look` when one is
+    assigned.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,18 +63,18 @@ class Watch:
         return self.number
 
     def look(self) -> None:
-        """Searches for the values again, for others may be visible now, and notes them."""
+        """Searches for the values again, because others may be visible now, and notes them."""
         visible, before = visible_to(self._model), self._texts
         self._texts = {place: self._text(value, visible) for place, value in visible.values()}
         changes = [p for p in dict.fromkeys([*before, *self._texts]) if before.get(p) != self._texts.get(p)]
         self.latest_change = describe(changes[0]) if changes else self.latest_change
         digest = hashlib.blake2b(repr(self._texts).encode(), digest_size=16).hexdigest()
         self.number = self._states.setdefault(digest, len(self._states))
-        # in the form in which `_is_same` compares them fastest
+        # the form that `_is_same` compares fastest
         self._readers = [_reader(space) for space in visible.namespaces if not isinstance(space.owner, nn.Module)]
         self._values = [tuple(read()) for read in self._readers]
         self._classes = [vars(space.owner) for space in visible.namespaces if isinstance(space.owner, type)]
-        self._sizes = list(map(len, self._classes))  # a name that is new in a class may hide a base's
+        self._sizes = list(map(len, self._classes))  # a new name in a class may hide a base's
         self._arrays = [value for _, value in visible.values() if isinstance(value, Tensor) or is_array(value)]
         self._versions = [_version(value) for value in self._arrays]
 
@@ -87,9 +88,9 @@ class Watch:
         return all(map(operator.eq, map(_version, self._arrays), self._versions))
 
     def _text(self, value: object, visible: Visible) -> str:
-        """A value as text; of one that holds others its type and place, for what it holds has a text of its own.
+        """A value as text; for containers and objects type and place, as their contents have texts.
 
-        An object without such a text has a number, in order of appearance: another object may get the same address.
+        A value without a text has a number, in order of appearance, because addresses are reused.
         """
         if id(value) in visible.places:
             return f"a {self._numbers.of(type(value))} at {visible.places[id(value)]}"
@@ -106,12 +107,12 @@ class ObjectNumbers:
 
     def __init__(self) -> None:
         self._weakly = WeakIdKeyDictionary()
-        # An object that cannot be referenced weakly stays referenced, so that no other one can get its id.
+        # An object without weak references stays referenced, so that its id is not reused.
         self._strongly: dict[int, tuple[int, object]] = {}
         self._next = itertools.count()
 
     def of(self, value: object) -> int:
-        """The number of an object; a new one for an object not seen before."""
+        """The number of an object; a new number for a new object."""
         if id(value) in self._strongly:
             return self._strongly[id(value)][0]
         if value in self._weakly:
@@ -133,7 +134,7 @@ def _version(value: Tensor | Array | bytearray) -> int:
 
 
 def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
-    """A function that returns a namespace's values: its kind is looked up here once, not at each call."""
+    """A function that reads a namespace's values; the kind is found here, not at each call."""
     owner, names = namespace.owner, namespace.names
     if isinstance(owner, FunctionType):
         return lambda: (owner.__code__, owner.__defaults__, owner.__kwdefaults__, *cells_of(owner).values())
@@ -146,6 +147,6 @@ def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
 
 
 def global_hooks() -> tuple[Hashable, ...]:
-    """The keys of the user's hooks on the forwards of all modules; they are captured with a model."""
+    """The keys of the user's hooks on all modules, which are captured with a model."""
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
     return tuple(code_key(hook) for hook in hooks if not is_tools(hook))
