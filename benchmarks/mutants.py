@@ -675,10 +675,10 @@ FAULTS = (
         "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
     ),
     Fault(
-        "letters of a word are joined in the order in which they split",
-        "core/words.py",
-        "for axis, layout in reversed(of):",
-        "for axis, layout in of:",
+        "placements of a sharding are joined in the order in which they split",
+        "core/sharding.py",
+        "for axis, layout in reversed(self):",
+        "for axis, layout in self:",
         "tests/test_layouts.py -k whole",
     ),
     Fault(
