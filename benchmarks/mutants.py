@@ -627,7 +627,7 @@ FAULTS = (
     Fault(
         "iterators pass for constants",
         "capture/attributes.py",
-        "        return Unknown()  # how far it has come can't be seen without moving it\n",
+        "        return Unknown()  # its position can't be read without moving it\n",
         "        return value\n",
         "tests/test_visible_hooks.py -k iterator",
     ),
