@@ -32,11 +32,12 @@ from torchshard.compiler.program import Program, program
 from torchshard.core.layouts import I
 from torchshard.ir.graph import is_weight, nbytes, sizes_as
 from torchshard.passes import rewrite
+from torchshard.planner.constants import MAX_PRICE
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.network import Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, most_weights, solve_within_budget
+from torchshard.planner.search import expand_to_all_layers, most_weights, solve_within_budget
 from torchshard.planner.solver import Solution, Solver
 from torchshard.plans.data import Costs
 from torchshard.plans.machine import MachineName, objective

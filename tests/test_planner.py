@@ -21,13 +21,14 @@ from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.recurrent import SplitRecurrent
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
+from torchshard.planner.constants import FORBIDDEN, MAX_PRICE
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Elimination, Power
-from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
+from torchshard.planner.network import GraphConstraints, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, last_allowed, solve_within_budget
+from torchshard.planner.search import expand_to_all_layers, last_allowed, solve_within_budget
 from torchshard.planner.solver import Solver
 from torchshard.plans.machine import Machine
 

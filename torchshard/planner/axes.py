@@ -13,13 +13,11 @@ from torch import fx
 from torchshard.core.choices import axis_groups, spread
 from torchshard.core.layouts import Shard
 from torchshard.ir.graph import is_tensor, operands, values
+from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
 from torchshard.planner.costs import Op
 
 Tensors = Mapping[fx.Node, Sequence[fx.Node | None]]
 """Op -> its operands and results; None for results that nobody uses."""
-MAX_WANTED = 4
-"""Segmentations kept per tensor while collecting those that ops could use."""
-MAX_WANTED_PARTS = 8
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node | None]:

@@ -19,8 +19,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-MAX_TABLE = 1 << 23
-"""Entries of the largest table that is made."""
+from torchshard.planner.constants import MAX_TABLE
 
 Table = npt.NDArray[np.float64]
 """One axis per variable of its scope."""

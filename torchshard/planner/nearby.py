@@ -11,11 +11,8 @@ from itertools import islice, pairwise
 
 import networkx as nx
 
+from torchshard.planner.constants import NEIGHBOURHOOD, ROUNDS
 from torchshard.planner.elimination import Elimination, Scope, Table
-
-NEIGHBOURHOOD = 48
-"""Variables that are freed together."""
-ROUNDS = 8
 
 
 def search_nearby(

@@ -38,6 +38,7 @@ from torchshard.ir.graph import (
     whole_choice,
 )
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
+from torchshard.planner.constants import FORBIDDEN, GATHERED_PARAMETER, MAX_SETS
 from torchshard.planner.conversions import element_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table
@@ -46,11 +47,6 @@ from torchshard.planner.repeats import Repetition
 from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 
 log = logging.getLogger("torchshard.planner")
-FORBIDDEN = float("inf")
-GATHERED_PARAMETER = 1e6
-"""Gathering a parameter whose layout is fixed costs so many times more, so that it is the last resort."""
-MAX_SETS = 1024
-"""Only so many sets of layouts are considered for a value whose consumers require many, the smallest sets first."""
 
 
 @dataclass(frozen=True)

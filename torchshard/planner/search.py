@@ -24,23 +24,11 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
+from torchshard.planner.constants import EPSILON, FORBIDDEN, MAX_PRICE, TRAINING_COPIES, WEIGHT_SLACK, WHOLE_WEIGHT_GAIN
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
+from torchshard.planner.network import GraphConstraints, Network, build
 from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.solver import Solution, Solver
-
-WEIGHT_SLACK = 0.1
-"""How much more than the fewest bytes of weights the ranks may hold, as a part of these; weights that can't be split or
-are pinned whole do not count."""
-WHOLE_WEIGHT_GAIN = 0.5
-"""A weight stays whole if that saves so many percent of the step's time for each percent more bytes."""
-TRAINING_COPIES = 4
-"""How many times a weight is held in training: with its gradient, and Adam's two moments."""
-EPSILON = 1e-9
-"""Costs that differ by a smaller part are equal but for rounding."""
-MAX_PRICE = 1e-3
-"""Seconds per byte, more than any byte is worth: at this price the plan with the fewest bytes is the best."""
-
 
 Excess = Callable[[Mapping[str, Choice], Mapping[str, Layout]], float]
 """How many bytes more a plan of these choices and layouts takes than it may; none, or fewer: it is allowed."""

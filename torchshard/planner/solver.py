@@ -13,7 +13,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from torchshard.planner.elimination import MAX_TABLE, Elimination, Joined, Power, Scope, Solved, Table
+from torchshard.planner.constants import MAX_TABLE
+from torchshard.planner.elimination import Elimination, Joined, Power, Scope, Solved, Table
 from torchshard.planner.nearby import search_nearby
 from torchshard.planner.network import Chain, Factor, Network
 
