@@ -30,8 +30,8 @@ from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes import rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.network import GraphConstraints
 from torchshard.planner.search import search
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import MACHINES, Machine
 from torchshard.plans.plan import Plan

@@ -23,10 +23,10 @@ from torchshard.passes.annotate import planned_choice
 from torchshard.passes.own_order import own_order_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.problem import PlanningProblem
 from torchshard.planner.search import SearchResult, search
+from torchshard.planner.states import GraphConstraints
 from torchshard.planner.styles import parameter_layouts, pins_of
 from torchshard.planner.unsplit import unsplit
 from torchshard.plans.data import Costs

@@ -15,9 +15,9 @@ from torchshard.core.notation import Choice
 from torchshard.ir.graph import consumers, other_sizes, sizes_as
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op
-from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.data import Costs
 
 
