@@ -3,7 +3,8 @@
 A variable has as many states as `sizes` says; a factor is a table of costs over a few variables. strs are
 eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up and
 its minimum is taken, which leaves one factor over its neighbours. Each elimination is a bag of a tree decomposition.
-The order takes the variable with the smallest bag first.
+The order takes the variable with the smallest bag first; where that makes a large bag, it competes with the orders of
+networkx.
 
 Where a bag would be larger than `MAX_TABLE`, its factors are minimized in groups that are not ("mini-buckets"): the
 result is a lower bound, and `Elimination.exact` is False.
@@ -12,16 +13,16 @@ result is a lower bound, and `Elimination.exact` is False.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from torchshard.planner.constants import MAX_TABLE
+from torchshard.planner.constants import COMPETE, MAX_TABLE
 
 Table = npt.NDArray[np.float64]
 """One axis per variable of its scope."""
@@ -81,19 +82,26 @@ class _Steps:
         """Whether no bag was too large."""
         return all(len(bucket.groups) <= 1 for bucket in self.buckets)
 
+    @property
+    def entries(self) -> int:
+        """Of all tables."""
+        groups = (scope for bucket in self.buckets for _, scope in bucket.groups)
+        return sum(math.prod(self.sizes[v] for v in scope) for scope in groups)
+
     def bag(self, variable: str) -> int:
         """The entries of the table over a variable and its neighbours."""
         return math.prod(self.sizes[v] for v in self.near[variable]) * self.sizes[variable]
 
-    def in_order_of_bags(self, variables: Sequence[str]) -> None:
-        """Eliminates these, each time the one with the smallest bag."""
-        waiting = {v: self.bag(v) for v in variables}
+    def in_order_of_bags(self, variables: Sequence[str]) -> int:
+        """Eliminates these, each time the one with the smallest bag; returns the largest bag."""
+        waiting, largest = {v: self.bag(v) for v in variables}, 0
         while waiting:
             variable = min(waiting, key=waiting.__getitem__)
-            del waiting[variable]
+            largest = max(largest, waiting.pop(variable))
             neighbours = list(self.near[variable])
             self.eliminate(variable)
             waiting.update({v: self.bag(v) for v in neighbours if v in waiting})
+        return largest
 
     def eliminate(self, variable: str) -> None:
         """Takes the minimum over a variable: a message over the others of each group."""
@@ -126,6 +134,36 @@ class _Steps:
         return [tuple(group) for group, _ in groups]
 
 
+HEURISTICS = (nx.approximation.treewidth_min_fill_in, nx.approximation.treewidth_min_degree)
+
+
+def decomposed_order(heuristic: Callable[[nx.Graph], Any], near: nx.Graph, keep: Collection[str]) -> list[str]:
+    """An order of all variables but those kept, from a tree decomposition of networkx.
+
+    The tree is rooted at a bag with all that are kept; from its leaves on, each bag eliminates those variables that its
+    parent does not have.
+    """
+    whole = near.copy()
+    whole.add_edges_from(combinations(keep, 2))
+    _, tree = heuristic(whole)
+    root = next(bag for bag in tree if bag.issuperset(keep))
+    parent = nx.dfs_predecessors(tree, root)
+    order = dict.fromkeys(
+        v for bag in nx.dfs_postorder_nodes(tree, root) for v in near if v in bag - parent.get(bag, frozenset(keep))
+    )
+    return list(order)
+
+
+def _others(sizes: Sizes, scopes: Sequence[Scope], keep: Scope, limit: int) -> Iterator[_Steps]:
+    """The orders of networkx that make no table too large."""
+    for heuristic in HEURISTICS:
+        steps = _Steps(sizes, scopes, limit)
+        for variable in decomposed_order(heuristic, steps.near, keep):
+            steps.eliminate(variable)
+        if steps.exact:
+            yield steps
+
+
 class Elimination:
     """An order in which all variables but some are eliminated; it depends on scopes alone, not on costs."""
 
@@ -135,8 +173,10 @@ class Elimination:
         self._fixed = dict.fromkeys((v for scope in scopes for v in scope if sizes[v] == 1 and v not in keep), 0)
         free = [tuple(v for v in scope if v not in self._fixed) for scope in scopes]
         steps, kept = _Steps(sizes, free, limit), set(keep)
-        steps.in_order_of_bags([v for v in sizes if v in steps.near and v not in kept])
-        self._buckets, self._scopes, self.exact = steps.buckets, steps.scopes, steps.exact
+        largest = steps.in_order_of_bags([v for v in sizes if v in steps.near and v not in kept])
+        if largest >= COMPETE:
+            steps = min([steps, *_others(sizes, free, keep, limit)], key=lambda each: (not each.exact, each.entries))
+        self._buckets, self._scopes, self.exact, self.entries = steps.buckets, steps.scopes, steps.exact, steps.entries
         eliminated = {bucket.variable for bucket in self._buckets}
         self._rest = [f for f, scope in self._scopes.items() if not eliminated.intersection(scope)]
 
