@@ -1,7 +1,7 @@
 """The costs of a graph's plans as an `nx.Graph`: a node per decision, an edge per table of what two cost together.
 
     op linear               the choice of an op; its seconds, and the bytes that it saves for the backward
-    stored p_up_weight      the layout in which a parameter or input is stored; its bytes
+    stored up_weight        the layout in which a parameter or input is stored; its bytes
     value add               for a value that several ops read: its layout, and the other layouts it is converted to, so
                             that a conversion which several of them share is paid once
     edge                    the conversions of a value from the layout of one end to that of the other; `FORBIDDEN`
