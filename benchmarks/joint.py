@@ -32,11 +32,13 @@ from torchshard.compiler.program import Program, program
 from torchshard.core.layouts import I
 from torchshard.ir.graph import is_weight, nbytes, sizes_as
 from torchshard.passes import rewrite
+from torchshard.planner.build import build
+from torchshard.planner.constants import MAX_PRICE
 from torchshard.planner.conversions import conversions_of
-from torchshard.planner.network import Network, build
+from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, most_weights, solve_within_budget
+from torchshard.planner.search import expand_to_all_layers, most_weights, solve_within_budget
 from torchshard.planner.solver import Solution, Solver
 from torchshard.plans.data import Costs
 from torchshard.plans.machine import MachineName, objective
@@ -121,7 +123,7 @@ class Joint:
         self.made, self.problem = made, made.problems[0]
         with sizes_as(self.problem.sizes):
             self.network, pruned = self._network(), self._network()
-            self.variables = [v for key, v in self.network.keys.items() if key[0] in ("op", "stored")]
+            self.variables = [v for v, kind in self.network.graph.nodes(data="kind") if kind in ("op", "stored")]
             if math.prod(self.network.sizes[v] for v in self.variables) > MOST_PLANS:
                 raise OverflowError("too many plans")
             self.seconds, self.nbytes = _tables(self.network, self.variables)
@@ -178,10 +180,10 @@ class Joint:
         return step
 
 
-def _tables(network: Network, variables: Sequence[int]) -> tuple[Any, Any]:
+def _tables(network: Network, variables: Sequence[str]) -> tuple[Any, Any]:
     """The seconds and the bytes of all states of these variables, with the best of all others."""
     factors = [(factor.scope, factor.seconds) for factor in network.factors]
-    for v in set(range(len(network.sizes))).difference(variables):
+    for v in (v for v in network.sizes if v not in variables):
         around = [factor for factor in factors if v in factor[0]]
         scope = (*sorted({other for scope, _ in around for other in scope} - {v}), v)
         factors = [factor for factor in factors if v not in factor[0]]
@@ -190,7 +192,7 @@ def _tables(network: Network, variables: Sequence[int]) -> tuple[Any, Any]:
     return _joined(network, factors, variables), _joined(network, held, variables)
 
 
-def _joined(network: Network, factors: Sequence[tuple[Sequence[int], Any]], over: Sequence[int]) -> Any:
+def _joined(network: Network, factors: Sequence[tuple[Sequence[str], Any]], over: Sequence[str]) -> Any:
     """The sum of factors, as a table over variables."""
     total = np.zeros([network.sizes[v] for v in over])
     for scope, table in factors:

@@ -22,14 +22,17 @@ from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.recurrent import SplitRecurrent
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
+from torchshard.planner.build import build
+from torchshard.planner.constants import FORBIDDEN, MAX_PRICE
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Elimination, Power
-from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
+from torchshard.planner.network import Network, name_of
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, last_allowed, solve_within_budget
+from torchshard.planner.search import expand_to_all_layers, last_allowed, solve_within_budget
 from torchshard.planner.solver import Solver
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.machine import Machine
 
 aten = torch.ops.aten
@@ -67,7 +70,7 @@ def test_elimination_is_the_minimum_over_all_states(seed: int) -> None:
     keep = tuple(int(v) for v in rng.permutation(len(sizes))[: rng.integers(0, 3)])
     dense = _dense(sizes, scopes, tables)
     used = {v for scope in scopes for v in scope}
-    order = Elimination(sizes, scopes, tuple(v for v in keep if v in used))
+    order = Elimination(dict(enumerate(sizes)), scopes, tuple(v for v in keep if v in used))
     solved = order.run(tables)
     kept = [v for v in keep if v in used]
     expected = dense.min(tuple(v for v in range(len(sizes)) if v not in kept)).transpose(np.argsort(np.argsort(kept)))
@@ -81,14 +84,14 @@ def test_elimination_is_the_minimum_over_all_states(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_tables_that_are_too_large_give_a_bound(seed: int) -> None:
     sizes, scopes, tables = _random_factors(np.random.default_rng(seed))
-    order = Elimination(sizes, scopes, limit=4)
+    order = Elimination(dict(enumerate(sizes)), scopes, limit=4)
     solved, best = order.run(tables), _dense(sizes, scopes, tables).min()
     assert solved.table <= best and (not order.exact or solved.table == best)
 
 
 def test_a_large_clique_is_bounded() -> None:
     scopes = list(itertools.combinations(range(6), 2))
-    assert not Elimination([3] * 6, scopes, limit=9).exact
+    assert not Elimination(dict.fromkeys(range(6), 3), scopes, limit=9).exact
 
 
 @pytest.mark.parametrize("count", range(1, 9))
@@ -183,14 +186,12 @@ class _Drawn:
 
 def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any, Any]:
     """Seconds and bytes of every combination of choices and stored layouts, from the definitions alone."""
-    deciding = [v for key, v in network.keys.items() if key[0] in ("op", "stored")]
+    deciding = [v for v, kind in network.graph.nodes(data="kind") if kind in ("op", "stored")]
     axis = {v: i for i, v in enumerate(deciding)}
     nodes = list(drawn.graph.nodes)
-    folded = network.folded
 
-    def variable(node: fx.Node) -> int:
-        key = ("stored", *folded.first_use(node)) if node.op == "placeholder" else ("op", folded.position[node], 0)
-        return network.keys[key]
+    def variable(node: fx.Node) -> str:
+        return name_of("stored" if node.op == "placeholder" else "op", node)
 
     sizes = [len(network.states[v]) for v in deciding]
     seconds, nbytes = np.zeros(sizes), np.zeros(sizes)

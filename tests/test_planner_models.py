@@ -17,14 +17,16 @@ from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize
-from torchshard.planner import network as network_of
+from torchshard.planner import states as states_of
+from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import GraphConstraints, Network, build
+from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.solver import Solver
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import Machine
 
@@ -108,8 +110,9 @@ MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5), MeshAxis(4))
 
 def _integer_program(network: Network, price: float) -> float:
     """The least cost by HiGHS: a binary per state, a share per finite entry of a table over two variables."""
-    offsets = np.cumsum([0, *network.sizes])
-    count, rows, columns, entries, right = int(offsets[-1]), [], [], [], []
+    sizes = network.sizes
+    offsets = dict(zip(sizes, np.cumsum([0, *sizes.values()]), strict=False))
+    count, rows, columns, entries, right = sum(sizes.values()), [], [], [], []
     cost = list(np.zeros(count))
 
     def equation(terms: list[tuple[int, float]], value: float) -> None:
@@ -120,7 +123,7 @@ def _integer_program(network: Network, price: float) -> float:
         right.append(value)
 
     upper = list(np.ones(count))
-    for v, size in enumerate(network.sizes):
+    for v, size in sizes.items():
         equation([(int(offsets[v]) + s, 1.0) for s in range(size)], 1.0)
     for factor in network.factors:
         table = factor.seconds + (0.0 if factor.nbytes is None else price * factor.nbytes)
@@ -196,14 +199,14 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
     graph = graph_of("gptj", LAYERS["gptj"])
     whole = search(graph, MODEL, GraphConstraints(), fold=False)
-    learnt = network_of.wanted_parts
+    learnt = states_of.wanted_parts
 
     def lopsided(ops: Any, tensors: Any, world: int) -> Any:
         found = learnt(ops, tensors, world)
         block = next(op.node for op in ops if op.node.name == "transformer_h_2_add_1")
         return found | {block: [Shard(2, ((16, 1), (48, 1)))]}
 
-    monkeypatch.setattr(network_of, "wanted_parts", lopsided)
+    monkeypatch.setattr(states_of, "wanted_parts", lopsided)
     with caplog.at_level("INFO", "torchshard.planner"):
         uneven = search(graph, MODEL, GraphConstraints())
     assert "planned one by one" in caplog.text

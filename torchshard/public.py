@@ -23,6 +23,7 @@ from torchshard.plans.machine import MACHINES, Machine
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing import draw
 from torchshard.report.explain import explain
+from torchshard.report.network import network_of
 from torchshard.rules import rule
 from torchshard.runtime.measure import measure_machine
 from torchshard.runtime.module import ShardedModule
@@ -33,5 +34,5 @@ __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError", "ShardedModule", "SliceWarning",
     "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "load",
-    "measure_machine", "meshes", "nn", "plan", "rule", "save", "save_pretrained", "shard", "what_if",
+    "measure_machine", "meshes", "network_of", "nn", "plan", "rule", "save", "save_pretrained", "shard", "what_if",
 ]  # fmt: skip

@@ -22,10 +22,10 @@ from torchshard.passes import own_order_choice, send_to_experts, sends_to_expert
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.search import SearchResult, search
+from torchshard.planner.states import GraphConstraints
 from torchshard.planner.styles import parameter_layouts, pins_of
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import unsplit

@@ -6,20 +6,23 @@ neighbouring ops could use, such as seven heads of eight rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
+import networkx as nx
 from torch import fx
 
 from torchshard.core.choices import axis_groups, spread
 from torchshard.core.layouts import Shard
+from torchshard.core.notation import Row
 from torchshard.ir.graph import is_tensor, operands, values
+from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
 from torchshard.planner.costs import Op
 
+WEIGHTS = "the weights"
+"""What the dims that weights bring are joined to."""
 Tensors = Mapping[fx.Node, Sequence[fx.Node | None]]
 """Op -> its operands and results; None for results that nobody uses."""
-MAX_WANTED = 4
-"""Segmentations kept per tensor while collecting those that ops could use."""
-MAX_WANTED_PARTS = 8
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node | None]:
@@ -52,28 +55,43 @@ def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Nod
 def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
     """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
 
-    In `linear(x, w)` the axis `n` comes from `w` alone: it is marked, and followed through views, attention and the
-    next `linear` until nothing new is marked. Batch and sequence of `x` never are, even if a table of positions is
-    added.
+    They are the connected component of the weights' dims in a graph of (tensor, dim) and (op, axis of its row), in
+    which a dim is joined to each axis that it consists of, and axes that are split together to each other. In
+    `linear(x, w)` the axis `n` comes from `w` alone: it is followed through views, attention and the next `linear`.
+    Batch and sequence of `x` are never reached, even if a table of positions is added.
     """
-    of_weights: set[fx.Node] = set()
+    of_weights, joined = _computed_from_weights(ops, tensors), nx.Graph()
+    joined.add_node(WEIGHTS)
+    for op in ops:
+        if op.row is not None:
+            joined.add_edges_from(_joined_dims(op, op.row, tensors[op.node]))
+            weights = [i for i, t in enumerate(op.inputs) if t in of_weights or _is_parameter(t)]
+            if _brings_axes(op, weights):
+                dims = ((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
+                joined.add_edges_from((WEIGHTS, dim) for dim in dims)
+    axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
+    for node, axis in nx.node_connected_component(joined, WEIGHTS) - {WEIGHTS}:
+        if isinstance(axis, str):
+            axes[node].add(axis)
+    return axes
+
+
+def _computed_from_weights(ops: Sequence[Op], tensors: Tensors) -> set[fx.Node]:
+    """The values that depend on parameters alone, such as casts of them."""
+    found: set[fx.Node] = set()
     for op in ops:
         inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
-        if inputs and all(n in of_weights or _is_parameter(n) for n in inputs):
-            of_weights.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
-    marked: set[tuple[fx.Node | None, int]] = set()
-    axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
-    ruled = [op for op in ops if op.row is not None]
-    for op in ruled:
-        weights = [i for i, t in enumerate(op.inputs) if t in of_weights or _is_parameter(t)]
-        if _brings_axes(op, weights):
-            marked.update((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
-    before = -1
-    while before != len(marked):
-        before = len(marked)
-        for op in (*ruled, *reversed(ruled)):
-            _spread_marks(op, tensors[op.node], marked, axes[op.node])
-    return axes
+        if inputs and all(n in found or _is_parameter(n) for n in inputs):
+            found.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
+    return found
+
+
+def _joined_dims(op: Op, row: Row, around: Sequence[fx.Node | None]) -> Iterator[tuple[object, object]]:
+    for tensor, dims in zip(around, (*row.operands, *row.results), strict=False):
+        if tensor is not None:
+            yield from (((tensor, d), (op.node, a)) for d, dim in enumerate(dims) for term in dim for a in term)
+    for group in axis_groups(row):
+        yield from pairwise((op.node, axis) for axis in group)
 
 
 def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
@@ -89,19 +107,3 @@ def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
 
 def _is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["kind"] == "parameter"
-
-
-def _spread_marks(
-    op: Op, around: Sequence[fx.Node | None], marked: set[tuple[fx.Node | None, int]], axes: set[str]
-) -> None:
-    assert op.row is not None
-    dims = [
-        (t, i, dim)
-        for t, row in zip(around, (*op.row.operands, *op.row.results), strict=False)
-        for i, dim in enumerate(row)
-    ]
-    axes.update(a for t, i, dim in dims if (t, i) in marked for term in dim for a in term)
-    for group in axis_groups(op.row):
-        if axes.intersection(group):
-            axes.update(group)
-    marked.update((t, i) for t, i, dim in dims if t is not None and any(a in axes for term in dim for a in term))

@@ -23,6 +23,7 @@ from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
 from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
+from torchshard.planner.constants import BUCKETED, FUSED
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
@@ -73,14 +74,9 @@ PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
 """Op, or its name where its library may not be there -> the products within it."""
 WITH_WEIGHTS = {aten.linear.default, aten.mm.default, aten.matmul.default, *CONVOLUTIONS}
 """The products behind whose weights' gradients a collective is hidden."""
-FUSED = 1e-3
-"""What the time of other ops counts where they fuse with their neighbours: to divide them is worth no collective; but
-of two plans that send the same, that with less work per rank is better."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
-BUCKETED = 4
-"""So many gradients share the latency of one message: those of two norms with weight and bias."""
 NOTHING = Sent("none", 0.0, 0.0)
 
 

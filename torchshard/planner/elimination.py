@@ -1,108 +1,184 @@
 """Finds the cheapest assignment of a network of costs: exact min-sum dynamic programming over a tree decomposition.
 
-A variable is a number with as many states as `sizes` says, a factor a table of costs over a few variables. Variables
-are eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up
-and its minimum is taken, which leaves one factor over its neighbours. Each elimination is a bag of a tree
-decomposition; the order takes the variable with the smallest bag first.
+A variable has as many states as `sizes` says; a factor is a table of costs over a few variables. strs are
+eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up and
+its minimum is taken, which leaves one factor over its neighbours. Each elimination is a bag of a tree decomposition.
+The order takes the variable with the smallest bag first; where that makes a large bag, it competes with the orders of
+networkx.
 
-Where a bag would be larger than `MAX_TABLE`, its factors are minimized in groups that are not ("mini-buckets"): what
-comes is a lower bound, and `Elimination.exact` is False.
+Where a bag would be larger than `MAX_TABLE`, its factors are minimized in groups that are not ("mini-buckets"): the
+result is a lower bound, and `Elimination.exact` is False.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeAlias
 
 import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-MAX_TABLE = 1 << 23
-"""Entries of the largest table that is made."""
+from torchshard.planner.constants import COMPETE, MAX_TABLE
 
 Table = npt.NDArray[np.float64]
 """One axis per variable of its scope."""
-Scope = tuple[int, ...]
+Scope = tuple[str, ...]
+Sizes: TypeAlias = Mapping[str, int]
+"""The number of states of each variable, in an order by which ties are broken."""
 
 
 @dataclass(frozen=True)
 class _Bucket:
     """One elimination: the factors (inputs first, then messages in the order they were made) that hold a variable."""
 
-    variable: int
+    variable: str
     groups: tuple[tuple[tuple[int, ...], Scope], ...]
     """(factors, the variables of their sum, the eliminated one last), one group where the bag is small enough."""
+
+
+def primal_graph(scopes: Iterable[Sequence[str]]) -> nx.Graph:
+    """The graph in which the variables of each factor are neighbours."""
+    graph = nx.Graph()
+    for scope in scopes:
+        graph.add_nodes_from(scope)
+        graph.add_edges_from(combinations(scope, 2))
+    return graph
+
+
+def apart(sizes: Sizes, scopes: Sequence[Scope]) -> list[list[int]]:
+    """The numbers of the scopes of each part that can be solved apart from the others; those of constants come last.
+
+    The parts are the connected components when variables with one state are taken out.
+    """
+    free = [tuple(v for v in scope if sizes[v] != 1) for scope in scopes]
+    parts = list(nx.connected_components(primal_graph(free)))
+    part_of = {v: i for i, part in enumerate(parts) for v in part}
+    numbers: list[list[int]] = [[] for _ in range(len(parts) + 1)]
+    for number, scope in enumerate(free):
+        numbers[part_of[scope[0]] if scope else -1].append(number)
+    return numbers
+
+
+class _Steps:
+    """Eliminates variables one after the other, on scopes alone."""
+
+    def __init__(self, sizes: Sizes, scopes: Sequence[Scope], limit: int) -> None:
+        self.sizes, self.limit = sizes, limit
+        self.scopes = dict(enumerate(scopes))
+        """Of the factors, then of the messages."""
+        self.buckets: list[_Bucket] = []
+        self.near = primal_graph(scopes)
+        self._holding: dict[str, set[int]] = {v: set() for v in self.near}
+        for f, scope in self.scopes.items():
+            for v in scope:
+                self._holding[v].add(f)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no bag was too large."""
+        return all(len(bucket.groups) <= 1 for bucket in self.buckets)
+
+    @property
+    def entries(self) -> int:
+        """Of all tables."""
+        groups = (scope for bucket in self.buckets for _, scope in bucket.groups)
+        return sum(math.prod(self.sizes[v] for v in scope) for scope in groups)
+
+    def bag(self, variable: str) -> int:
+        """The entries of the table over a variable and its neighbours."""
+        return math.prod(self.sizes[v] for v in self.near[variable]) * self.sizes[variable]
+
+    def in_order_of_bags(self, variables: Sequence[str]) -> int:
+        """Eliminates these, each time the one with the smallest bag; returns the largest bag."""
+        waiting, largest = {v: self.bag(v) for v in variables}, 0
+        while waiting:
+            variable = min(waiting, key=waiting.__getitem__)
+            largest = max(largest, waiting.pop(variable))
+            neighbours = list(self.near[variable])
+            self.eliminate(variable)
+            waiting.update({v: self.bag(v) for v in neighbours if v in waiting})
+        return largest
+
+    def eliminate(self, variable: str) -> None:
+        """Takes the minimum over a variable: a message over the others of each group."""
+        groups = []
+        for members in self._grouped(sorted(self._holding[variable])):
+            union = dict.fromkeys(v for f in members for v in self.scopes[f] if v != variable)
+            groups.append((members, (*union, variable)))
+            for v in union:
+                self._holding[v].add(len(self.scopes))
+            self.scopes[len(self.scopes)] = tuple(union)
+        for f in self._holding.pop(variable):
+            for v in self.scopes[f]:
+                if v != variable:
+                    self._holding[v].discard(f)
+        self.buckets.append(_Bucket(variable, tuple(groups)))
+        self.near.remove_node(variable)
+        for _, scope in groups:
+            self.near.add_edges_from(combinations(scope[:-1], 2))
+
+    def _grouped(self, members: Sequence[int]) -> list[tuple[int, ...]]:
+        groups: list[tuple[list[int], set[str]]] = []
+        for f in sorted(members, key=lambda f: -len(self.scopes[f])):
+            for group, union in groups:
+                if math.prod(self.sizes[v] for v in union.union(self.scopes[f])) <= self.limit:
+                    group.append(f)
+                    union.update(self.scopes[f])
+                    break
+            else:
+                groups.append(([f], set(self.scopes[f])))
+        return [tuple(group) for group, _ in groups]
+
+
+HEURISTICS = (nx.approximation.treewidth_min_fill_in, nx.approximation.treewidth_min_degree)
+
+
+def decomposed_order(heuristic: Callable[[nx.Graph], Any], near: nx.Graph, keep: Collection[str]) -> list[str]:
+    """An order of all variables but those kept, from a tree decomposition of networkx.
+
+    The tree is rooted at a bag with all that are kept; from its leaves on, each bag eliminates those variables that its
+    parent does not have.
+    """
+    whole = near.copy()
+    whole.add_edges_from(combinations(keep, 2))
+    _, tree = heuristic(whole)
+    root = next(bag for bag in tree if bag.issuperset(keep))
+    parent = nx.dfs_predecessors(tree, root)
+    order = dict.fromkeys(
+        v for bag in nx.dfs_postorder_nodes(tree, root) for v in near if v in bag - parent.get(bag, frozenset(keep))
+    )
+    return list(order)
+
+
+def _others(sizes: Sizes, scopes: Sequence[Scope], keep: Scope, limit: int) -> Iterator[_Steps]:
+    """The orders of networkx that make no table too large."""
+    for heuristic in HEURISTICS:
+        steps = _Steps(sizes, scopes, limit)
+        for variable in decomposed_order(heuristic, steps.near, keep):
+            steps.eliminate(variable)
+        if steps.exact:
+            yield steps
 
 
 class Elimination:
     """An order in which all variables but some are eliminated; it depends on scopes alone, not on costs."""
 
-    def __init__(self, sizes: Sequence[int], scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
-        self._sizes, self._keep = sizes, keep
-        self._buckets: list[_Bucket] = []
+    def __init__(self, sizes: Sizes, scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
+        self._sizes, self._keep, self._given = sizes, keep, scopes
         # A variable with one state is in no bag: NumPy's arrays have 64 axes at most.
         self._fixed = dict.fromkeys((v for scope in scopes for v in scope if sizes[v] == 1 and v not in keep), 0)
-        self._given = scopes
-        scopes = [tuple(v for v in scope if v not in self._fixed) for scope in scopes]
-        held = dict(enumerate(scopes))
-        holding: dict[int, set[int]] = {}
-        for f, scope in held.items():
-            for v in scope:
-                holding.setdefault(v, set()).add(f)
-        near = nx.Graph()
-        near.add_nodes_from(holding)
-        for scope in scopes:
-            near.add_edges_from((a, b) for i, a in enumerate(scope) for b in scope[i + 1 :])
-        waiting = {v: self._bag(near, v) for v in holding if v not in set(keep)}
-        made = len(scopes)
-        while waiting:
-            variable = min(waiting, key=lambda v: (waiting[v], v))
-            del waiting[variable]
-            groups = []
-            for members in self._grouped(sorted(holding[variable]), held, limit):
-                union = dict.fromkeys(v for f in members for v in held[f] if v != variable)
-                groups.append((members, (*union, variable)))
-                held[made] = tuple(union)
-                for v in union:
-                    holding[v].add(made)
-                made += 1
-            for f in holding.pop(variable):
-                for v in held[f]:
-                    if v != variable:
-                        holding[v].discard(f)
-            self._buckets.append(_Bucket(variable, tuple(groups)))
-            neighbours = list(near[variable])
-            near.remove_node(variable)
-            for _, scope in groups:
-                near.add_edges_from((a, b) for i, a in enumerate(scope[:-1]) for b in scope[i + 1 : -1])
-            for v in neighbours:
-                if v in waiting:
-                    waiting[v] = self._bag(near, v)
-        eliminated = {b.variable for b in self._buckets}
-        self._rest = [f for f, scope in held.items() if not eliminated.intersection(scope)]
-        self._scopes = held
-
-    @property
-    def exact(self) -> bool:
-        """Whether no bag was too large."""
-        return all(len(bucket.groups) <= 1 for bucket in self._buckets)
-
-    def _bag(self, near: nx.Graph, variable: int) -> int:
-        return math.prod(self._sizes[v] for v in near[variable]) * self._sizes[variable]
-
-    def _grouped(self, members: Sequence[int], held: Mapping[int, Scope], limit: int) -> list[tuple[int, ...]]:
-        groups: list[tuple[list[int], set[int]]] = []
-        for f in sorted(members, key=lambda f: -len(held[f])):
-            for group, union in groups:
-                if math.prod(self._sizes[v] for v in union.union(held[f])) <= limit:
-                    group.append(f)
-                    union.update(held[f])
-                    break
-            else:
-                groups.append(([f], set(held[f])))
-        return [tuple(group) for group, _ in groups]
+        free = [tuple(v for v in scope if v not in self._fixed) for scope in scopes]
+        steps, kept = _Steps(sizes, free, limit), set(keep)
+        largest = steps.in_order_of_bags([v for v in sizes if v in steps.near and v not in kept])
+        if largest >= COMPETE:
+            steps = min([steps, *_others(sizes, free, keep, limit)], key=lambda each: (not each.exact, each.entries))
+        self._buckets, self._scopes, self.exact, self.entries = steps.buckets, steps.scopes, steps.exact, steps.entries
+        eliminated = {bucket.variable for bucket in self._buckets}
+        self._rest = [f for f, scope in self._scopes.items() if not eliminated.intersection(scope)]
 
     def run(self, tables: Sequence[Table]) -> Solved:
         """Eliminates; `tables` are the factors' costs, in the order of the scopes."""
@@ -135,7 +211,7 @@ class Solved:
         """The least cost for each state of the kept variables; a bound where the elimination is not exact."""
         return self.order._sum(self.tables, self.order._rest, self.order._keep)
 
-    def decode(self, kept: Mapping[int, int]) -> dict[int, int]:
+    def decode(self, kept: Mapping[str, int]) -> dict[str, int]:
         """The cheapest states of all variables, given those of the kept ones."""
         states = {**self.order._fixed, **kept}
         for bucket in reversed(self.order._buckets):

@@ -62,10 +62,19 @@ class Folded:
         """The positions of the planned nodes."""
         return (i for i in range(len(self.nodes)) if self.representative(i) == i)
 
+    def planned_node(self, node: fx.Node) -> fx.Node:
+        """The planned node that represents a node; a placeholder is itself."""
+        return node if node.op == "placeholder" else self.nodes[self.representative(self.position[node])]
+
     def first_use(self, placeholder: fx.Node) -> tuple[int, int]:
         """(position of the first op that reads a placeholder, which operand it is there); -1 where no op reads it."""
         first = min((self.position[user] for user in placeholder.users if user.op != "output"), default=-1)
         return first, self.nodes[first].all_input_nodes.index(placeholder) if first >= 0 else 0
+
+    def planned_placeholder(self, node: fx.Node) -> fx.Node:
+        """The placeholder that represents one in the planned blocks: what is read there where this is read first."""
+        home, slot = self.first_use(node)
+        return node if home < 0 else self.nodes[self.representative(home)].all_input_nodes[slot]
 
 
 def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, object]) -> list[Item]:

@@ -13,11 +13,13 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import consumers, other_sizes, sizes_as
+from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op
-from torchshard.planner.network import GraphConstraints
+from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.data import AxisPlan, Costs
 
 
@@ -60,6 +62,11 @@ class PlanningProblem:
     def _price(self, node: fx.Node, choice: Choice) -> Price:
         op = Op.of(node)
         return Price(*self.model.ways(op, choice), self.model.flops(op, choice), self.model.traffic(op, choice))
+
+    def network(self) -> Network:
+        """The decisions and their costs, before any state is removed."""
+        with sizes_as(self.sizes):
+            return build(self.graph, self.model, self.constraints)
 
     def solve(self, constraints: GraphConstraints) -> Alternative:
         """The best plan under other constraints.

@@ -1,43 +1,37 @@
 """Removes states that no best plan has, before anything is solved: `prune` leaves the optimum the same at any price.
 
 A state is removed where it is impossible beside every state of some neighbour (arc consistency), or where another state
-of its variable costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
+of its decision costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import numpy as np
 
 from torchshard.core.layouts import I
-from torchshard.planner.elimination import Table
-from torchshard.planner.network import Factor, Network
+from torchshard.planner.elimination import Scope, Table
+from torchshard.planner.network import Network
 
 
-def prune(network: Network) -> int | None:
-    """Removes states, and their entries of the factors' tables; returns a variable with none left, if there is one."""
-    around: dict[int, list[int]] = {}
-    for f, factor in enumerate(network.factors):
-        for v in factor.scope:
-            around.setdefault(v, []).append(f)
-    times = dict.fromkeys(range(len(network.factors)), 1)
-    for chain in network.chains:
-        times.update(dict.fromkeys(chain.factors, chain.count))
+def prune(network: Network) -> str | None:
+    """Removes states, and their entries of the tables; returns a decision with none left, if there is one."""
+    graph = network.graph
+    times = {scope: chain.count for chain in network.chains for scope in chain.scopes}
     linked = {v for chain in network.chains for v in (*chain.entry, *chain.exit)}  # their states must stay alike
-    waiting = dict.fromkeys(around)
+    waiting: dict[str, None] = dict.fromkeys(graph)
     while waiting:
-        variable = next(iter(waiting))
-        del waiting[variable]
-        if variable in linked:
+        name = next(iter(waiting))
+        del waiting[name]
+        if name in linked:
             continue
-        kept = _kept(network, variable, around[variable], times)
+        kept = _kept(network, name, times)
         if not kept:
-            return variable
-        if len(kept) == len(network.states[variable]):
-            continue
-        factors = [network.factors[f] for f in around[variable]]
-        _keep(network, variable, kept, factors)
-        for factor in factors:
-            waiting.update(dict.fromkeys(v for v in factor.scope if v != variable))
+            return name
+        if len(kept) < len(graph.nodes[name]["states"]):
+            _keep(network, name, kept)
+            waiting.update(dict.fromkeys(graph[name]))
     return None
 
 
@@ -47,35 +41,27 @@ def keep_shared_whole(network: Network) -> None:
     That is to compute it whole, and to cut out of it what blocks ask for: where no gradient flows back, nothing is sent
     for that. What a run chains are tables over all states of these values together, which may be too large.
     """
-    shared = {v for chain in network.chains for v in chain.shared}
-    for (kind, position, _), variable in network.keys.items():
-        if kind == "value" and variable in shared and not network.folded.nodes[position].meta.get("needs_grad"):
-            whole = [i for i, (produced, _) in enumerate(network.states[variable]) if produced == I]
+    for name in {v: None for chain in network.chains for v in chain.shared}:
+        data = network.graph.nodes[name]
+        if data["kind"] == "value" and not network.folded.nodes[data["position"]].meta.get("needs_grad"):
+            whole = [i for i, (produced, _) in enumerate(data["states"]) if produced == I]
             if whole:
-                most = max(whole, key=lambda i: len(network.states[variable][i][1]))
-                _keep(network, variable, [most], [f for f in network.factors if variable in f.scope])
+                _keep(network, name, [max(whole, key=lambda i: len(data["states"][i][1]))])
 
 
-def _keep(network: Network, variable: int, kept: list[int], around: list[Factor]) -> None:
-    """Removes all states of a variable but some, given the factors that hold it."""
-    network.states[variable] = [network.states[variable][i] for i in kept]
-    for factor in around:
-        axis = factor.scope.index(variable)
-        factor.seconds = factor.seconds.take(kept, axis)
-        factor.nbytes = None if factor.nbytes is None else factor.nbytes.take(kept, axis)
+def _keep(network: Network, name: str, kept: list[int]) -> None:
+    """Removes all states of a decision but some."""
+    data = network.graph.nodes[name]
+    data["states"] = [data["states"][i] for i in kept]
+    for costs, axis in ((data, 0), *((edge, edge["ends"].index(name)) for edge in network.graph[name].values())):
+        costs["seconds"] = costs["seconds"].take(kept, axis)
+        costs["nbytes"] = None if costs["nbytes"] is None else costs["nbytes"].take(kept, axis)
 
 
-def _kept(network: Network, variable: int, around: list[int], times: dict[int, int]) -> list[int]:
+def _kept(network: Network, name: str, times: Mapping[Scope, int]) -> list[int]:
     """The states that may be part of a best plan."""
-    rows: list[tuple[Table, Table | None, int]] = []
-    for f in around:
-        factor = network.factors[f]
-        axis = factor.scope.index(variable)
-        count = factor.seconds.shape[axis]
-        seconds = np.moveaxis(factor.seconds, axis, 0).reshape(count, -1)
-        nbytes = None if factor.nbytes is None else np.moveaxis(factor.nbytes, axis, 0).reshape(count, -1)
-        rows.append((seconds, nbytes, times[f]))
-    alive = np.ones(rows[0][0].shape[0], dtype=bool)
+    rows = list(_rows(network, name, times))
+    alive = np.ones(len(network.graph.nodes[name]["states"]), dtype=bool)
     for seconds, _, _ in rows:
         alive &= np.isfinite(seconds).any(1)
     states = np.flatnonzero(alive)
@@ -93,6 +79,16 @@ def _kept(network: Network, variable: int, around: list[int], times: dict[int, i
     for a in range(len(states) - 1, -1, -1):
         dropped[a] = bool((better[a] & ~dropped).any())
     return [int(i) for i in states[~dropped]]
+
+
+def _rows(network: Network, name: str, times: Mapping[Scope, int]) -> Iterator[tuple[Table, Table | None, int]]:
+    """The tables of a decision and of its edges, a row per state, and how many blocks each stands for."""
+    data = network.graph.nodes[name]
+    count = len(data["states"])
+    for scope, costs in (((name,), data), *((edge["ends"], edge) for edge in network.graph[name].values())):
+        axis, nbytes = scope.index(name), costs["nbytes"]
+        rows = None if nbytes is None else np.moveaxis(nbytes, axis, 0).reshape(count, -1)
+        yield np.moveaxis(costs["seconds"], axis, 0).reshape(count, -1), rows, times.get(scope, 1)
 
 
 def _worst(costs: Table) -> Table:

@@ -12,12 +12,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-MIN_BLOCKS = 5
-"""Runs of fewer blocks are left as they are: four stand for all others."""
-MAX_PERIODS = 12
-"""Distances tried."""
-MULTIPLES = (2, 3, 4, 6)
-"""And so many times these, where layers of several kinds take turns."""
+from torchshard.planner.constants import MAX_PERIODS, MIN_BLOCKS, MULTIPLES
 
 
 @dataclass(frozen=True)

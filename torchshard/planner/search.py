@@ -24,23 +24,13 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
+from torchshard.planner.build import build
+from torchshard.planner.constants import EPSILON, FORBIDDEN, MAX_PRICE, TRAINING_COPIES, WEIGHT_SLACK, WHOLE_WEIGHT_GAIN
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
+from torchshard.planner.network import Network, name_of
 from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.solver import Solution, Solver
-
-WEIGHT_SLACK = 0.1
-"""How much more than the fewest bytes of weights the ranks may hold, as a part of these; weights that can't be split or
-are pinned whole do not count."""
-WHOLE_WEIGHT_GAIN = 0.5
-"""A weight stays whole if that saves so many percent of the step's time for each percent more bytes."""
-TRAINING_COPIES = 4
-"""How many times a weight is held in training: with its gradient, and Adam's two moments."""
-EPSILON = 1e-9
-"""Costs that differ by a smaller part are equal but for rounding."""
-MAX_PRICE = 1e-3
-"""Seconds per byte, more than any byte is worth: at this price the plan with the fewest bytes is the best."""
-
+from torchshard.planner.states import GraphConstraints
 
 Excess = Callable[[Mapping[str, Choice], Mapping[str, Layout]], float]
 """How many bytes more a plan of these choices and layouts takes than it may; none, or fewer: it is allowed."""
@@ -110,8 +100,8 @@ def most_weights(graph: fx.Graph, network: Network, smallest: Solution) -> float
     return smallest.nbytes + WEIGHT_SLACK * (smallest.nbytes - whole)
 
 
-def _no_way(network: Network, variable: int | None) -> PlanError:
-    place = next((position for (_, position, _), v in network.keys.items() if v == variable), None)
+def _no_way(network: Network, decision: str | None) -> PlanError:
+    place = None if decision is None else network.graph.nodes[decision]["position"]
     return PlanError(
         "no legal way to run an op as the plan requires it and its neighbours",
         where=where(network.folded.nodes[place]) if place is not None else "the plan",
@@ -136,7 +126,8 @@ class PriceSweep:
         """No other solution of so many bytes at most costs less, at the least price, by more than this."""
         least = self.optima[0][0]
         bound = max(s.bound - ((price - least) * max_bytes if price > least else 0.0) for price, s in self.optima)
-        return max(self.best.seconds + least * self.best.nbytes - bound, 0.0)
+        cost = self.best.seconds + least * self.best.nbytes
+        return cost - bound if cost - bound > EPSILON * cost else 0.0
 
 
 def sweep_prices(
@@ -236,23 +227,22 @@ def expand_to_all_layers(
     graph: fx.Graph, network: Network, solution: Solution
 ) -> tuple[dict[str, Choice], dict[str, Layout]]:
     """The choices and layouts of all nodes: each block takes those of the planned block that represents it."""
-    folded = network.folded
+    folded, states = network.folded, network.states
 
-    def state(kind: str, position: int, slot: int) -> Any:
-        variable = network.keys[kind, folded.representative(position), slot]
+    def state(name: str, position: int) -> Any:
         for chain, inner in zip(network.chains, solution.inner, strict=True):
             block = chain.run.block_of(position)
             if 2 <= block < chain.run.count - 1:
-                return network.states[variable][inner[block - 2][variable]]
-        return network.states[variable][solution.states[variable]]
+                return states[name][inner[block - 2][name]]
+        return states[name][solution.states[name]]
 
-    choices = {n.name: state("op", i, 0) for i, n in enumerate(folded.nodes) if is_tensor_op(n)}
+    ops = [(i, n) for i, n in enumerate(folded.nodes) if is_tensor_op(n)]
+    choices = {n.name: state(name_of("op", folded.planned_node(n)), i) for i, n in ops}
     layouts: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            home, slot = folded.first_use(node)
-            is_read = home >= 0 and ("stored", folded.representative(home), slot) in network.keys
-            layout = state("stored", home, slot) if is_read else I
+            name = name_of("stored", folded.planned_placeholder(node))
+            layout = state(name, folded.first_use(node)[0]) if name in states else I
             if node.meta["kind"] in ("parameter", "buffer") or layout != I:
                 layouts[node.meta["path"]] = layout
     return choices, layouts

@@ -7,23 +7,24 @@ would be too large, smaller tables give a bound, and a local search gives the st
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from torchshard.planner.elimination import MAX_TABLE, Elimination, Joined, Power, Scope, Solved, Table
+from torchshard.planner.constants import MAX_TABLE
+from torchshard.planner.elimination import Elimination, Joined, Power, Scope, Solved, Table, apart
 from torchshard.planner.nearby import search_nearby
-from torchshard.planner.network import Chain, Factor, Network
+from torchshard.planner.network import Chain, Network
 
-States = Mapping[int, int]
-"""Variable -> its state."""
+States = Mapping[str, int]
+"""Decision -> its state."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """States of all variables, and what they cost."""
+    """States of all decisions, and what they cost."""
 
     states: States
     """Of the planned nodes."""
@@ -33,6 +34,15 @@ class Solution:
     nbytes: float
     bound: float
     """No states cost less than this, at the price that these were found for."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a network that is solved apart."""
+
+    order: Elimination
+    numbers: list[int]
+    """Of its tables."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +59,24 @@ class Solver:
     """Solves a network for any price; what does not depend on the price is made once."""
 
     def __init__(self, network: Network, limit: int = MAX_TABLE) -> None:
-        self.network, self._limit = network, limit
-        sizes, self._scopes = network.sizes, [factor.scope for factor in network.factors]
-        around = [(*chain.entry, *chain.exit, *chain.shared) for chain in network.chains]
-        self._inner = [
-            Elimination(sizes, [self._scopes[f] for f in chain.factors], kept, limit)
-            for chain, kept in zip(network.chains, around, strict=True)
+        self.network, self._limit, self._sizes = network, limit, network.sizes
+        self._factors = {factor.scope: factor for factor in network.factors}
+        around = [chain.around for chain in network.chains]
+        self._inner = [Elimination(self._sizes, chain.scopes, chain.around, limit) for chain in network.chains]
+        gone = {scope for chain in network.chains for scope in chain.scopes}
+        self._outer = [scope for scope in self._factors if scope not in gone]
+        scopes = [*self._outer, *around]
+        self._parts = [
+            _Part(Elimination(self._sizes, [scopes[i] for i in numbers], limit=limit), numbers)
+            for numbers in apart(self._sizes, scopes)
         ]
-        gone = {f for chain in network.chains for f in chain.factors}
-        self._outer = [f for f in range(len(self._scopes)) if f not in gone]
-        self._main = Elimination(sizes, [*(self._scopes[f] for f in self._outer), *around], limit=limit)
         self._whole = {
-            v: i for (kind, *_), v in network.keys.items() if kind == "op"
-            for i, choice in enumerate(network.states[v]) if choice.name == "I"
+            name: i for name, data in network.graph.nodes(data=True) if data["kind"] == "op"
+            for i, choice in enumerate(data["states"]) if choice.name == "I"
         }  # fmt: skip
-        self.exact = self._main.exact and all(
-            order.exact and self._count(kept) <= limit for order, kept in zip(self._inner, around, strict=True)
+        inner = zip(self._inner, around, strict=True)
+        self.exact = all(part.order.exact for part in self._parts) and all(
+            order.exact and self._count(kept) <= limit for order, kept in inner
         )
         """Whether no table was too large; where one was, a network must have no chains."""
 
@@ -90,26 +102,31 @@ class Solver:
         ]
         powers = [self._power(chain, run) for chain, run in zip(chains, runs, strict=True)]
         around = [self._unpacked(chain, power.table) for chain, power in zip(chains, powers, strict=True)]
-        solved = self._main.run([*(tables[f] for f in self._outer), *around])
-        states: States = (
-            solved.decode({})
-            if self.exact
-            else search_nearby(self.network.sizes, self._scopes, tables, self._whole, self._limit)
-        )
+        costs = [*(tables[scope] for scope in self._outer), *around]
+        states, bound = dict[str, int](), 0.0
+        for part in self._parts:
+            solved = part.order.run([costs[i] for i in part.numbers])
+            bound += float(solved.table)
+            states |= solved.decode({}) if part.order.exact else self._nearby(part, costs)
         inner = tuple(self._decoded(c, r, p, states) for c, r, p in zip(chains, runs, powers, strict=True))
-        return self._solution(states, inner, float(solved.table))
+        return self._solution(states, inner, bound)
 
-    def _tables(self, price: float) -> list[Table]:
-        factors = self.network.factors
-        return [f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors]
+    def _nearby(self, part: _Part, costs: Sequence[Table]) -> States:
+        """States of a part whose tables are too large; it has no chain."""
+        scopes = [self._outer[i] for i in part.numbers]
+        return search_nearby(self._sizes, scopes, [costs[i] for i in part.numbers], self._whole, self._limit)
 
-    def _blocks(self, tables: Sequence[Table]) -> list[Solved]:
+    def _tables(self, price: float) -> dict[Scope, Table]:
+        factors = self._factors.values()
+        return {f.scope: f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors}
+
+    def _blocks(self, tables: Mapping[Scope, Table]) -> list[Solved]:
         """One inner block of each run."""
         chains = zip(self.network.chains, self._inner, strict=True)
-        return [order.run([tables[f] for f in chain.factors]) for chain, order in chains]
+        return [order.run([tables[scope] for scope in chain.scopes]) for chain, order in chains]
 
     def _count(self, scope: Scope) -> int:
-        return math.prod(len(self.network.states[v]) for v in scope)
+        return math.prod(self._sizes[v] for v in scope)
 
     def _power(self, chain: Chain, run: _Run) -> Power | Joined:
         shape = [self._count(scope) for scope in (chain.entry, chain.exit, chain.shared)]
@@ -122,7 +139,7 @@ class Solver:
         return power(run.first if run.turn else run.last, chain.count)
 
     def _unpacked(self, chain: Chain, table: Table) -> Table:
-        return table.reshape([len(self.network.states[v]) for v in (*chain.entry, *chain.exit, *chain.shared)])
+        return table.reshape([self._sizes[v] for v in chain.around])
 
     def _decoded(self, chain: Chain, run: _Run, power: Power | Joined, states: States) -> tuple[States, ...]:
         """The states of each inner block's variables."""
@@ -139,35 +156,27 @@ class Solver:
         return tuple(found)
 
     def _packed(self, scope: Scope, states: States) -> int:
-        return (
-            int(np.ravel_multi_index([states[v] for v in scope], [len(self.network.states[v]) for v in scope]))
-            if scope
-            else 0
-        )
+        return int(np.ravel_multi_index([states[v] for v in scope], [self._sizes[v] for v in scope])) if scope else 0
 
-    def _unpacked_states(self, scope: Scope, packed: int) -> dict[int, int]:
-        sizes = [len(self.network.states[v]) for v in scope]
+    def _unpacked_states(self, scope: Scope, packed: int) -> dict[str, int]:
+        sizes = [self._sizes[v] for v in scope]
         return dict(zip(scope, map(int, np.unravel_index(packed, sizes)), strict=True)) if scope else {}
 
     def _solution(self, states: States, inner: tuple[tuple[States, ...], ...], bound: float) -> Solution:
-        factors = self.network.factors
-        seconds = sum(float(factors[f].seconds[_at(self._scopes[f], states)]) for f in self._outer)
-        nbytes = sum(_bytes(factors[f], states) for f in self._outer)
+        seconds, nbytes = self._costs(self._outer, states)
         for chain, blocks in zip(self.network.chains, inner, strict=True):
             costs: dict[int, tuple[float, float]] = {}
             for block in blocks:
                 if id(block) not in costs:
-                    costs[id(block)] = (
-                        sum(float(factors[f].seconds[_at(self._scopes[f], block)]) for f in chain.factors),
-                        sum(_bytes(factors[f], block) for f in chain.factors),
-                    )
+                    costs[id(block)] = self._costs(chain.scopes, block)
                 seconds, nbytes = seconds + costs[id(block)][0], nbytes + costs[id(block)][1]
         return Solution(states, inner, seconds, nbytes, bound)
 
-
-def _at(scope: Scope, states: States) -> tuple[int, ...]:
-    return tuple(states[v] for v in scope)
-
-
-def _bytes(factor: Factor, states: States) -> float:
-    return 0.0 if factor.nbytes is None else float(factor.nbytes[_at(factor.scope, states)])
+    def _costs(self, scopes: Iterable[Scope], states: States) -> tuple[float, float]:
+        """The seconds and the bytes of some tables."""
+        seconds, nbytes = 0.0, 0.0
+        for scope in scopes:
+            factor, at = self._factors[scope], tuple(states[v] for v in scope)
+            seconds += float(factor.seconds[at])
+            nbytes += 0.0 if factor.nbytes is None else float(factor.nbytes[at])
+        return seconds, nbytes

@@ -19,16 +19,13 @@ from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import star_numbers
 from torchshard.custom_ops.whole import HookCall, op_of
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
+from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK
 from torchshard.planner.costs import CostModel, Op
 from torchshard.plans.data import Collective, Costs, GatheredOps
 from torchshard.rules import has_rule
 
-WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
-"""An op with a rule is reported from these parts of the model's weights, the step's computation, or the bytes sent."""
 OWN_CHOICE = "to split it, or what is around it, is not legal or costs more than it saves"
 """Why an op is not split that could be: the planner prefers it, and nobody needs to be told."""
-NEAR = 12
-"""The reason why an op runs whole is looked for among so many ops before and after it."""
 
 
 Gathered: TypeAlias = Mapping[fx.Node, tuple[Collective, ...]]

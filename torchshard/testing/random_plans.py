@@ -16,8 +16,8 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.network import GraphConstraints
 from torchshard.planner.search import search
+from torchshard.planner.states import GraphConstraints
 from torchshard.plans.data import AxisPlan, Sent
 from torchshard.plans.machine import MACHINES, Machine
 from torchshard.plans.plan import Plan

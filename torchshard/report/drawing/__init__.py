@@ -6,6 +6,7 @@ The file's suffix selects the format.
     draw(plan, "model.svg")        for papers and READMEs
     draw(plan, "layer.svg", layer="blocks.0")    that layer with a lane for each rank, for a talk
     draw(plan, "model.dot")        for Graphviz
+    draw(network_of(plan), "network.svg")        the decisions that the planner had, or .dot, or .graphml
 
 Layers that repeat are drawn once, as "12 × blocks.*". A collective shows its messages in the
 forward pass (▼) and in the backward (▲).
@@ -18,25 +19,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
+
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.dot import dot
 from torchshard.report.drawing.html import Shown, page
 from torchshard.report.drawing.lanes import lanes
+from torchshard.report.drawing.network import network_text
 from torchshard.report.drawing.stations import MOST_STATIONS, busiest_layer
 from torchshard.report.drawing.svg import picture
 from torchshard.report.explain import Planned, graph_of, plan_in, step_of
 
 FORMATS = (".html", ".svg", ".dot")
-OF_LAYER, OF_SEVERAL = (".svg",), (".html",)
-"""Suffixes for one layer, and for several plans."""
+OF_LAYER, OF_SEVERAL, OF_NETWORK = (".svg",), (".html",), (".svg", ".dot", ".graphml")
+"""Suffixes for one layer, for several plans, and for a network of decisions."""
 MOST_PLANS = 8
 """The number of plans that fit side by side on a page."""
 
 
 def draw(
-    model: Planned | Plan | Sequence[Planned | Plan] | Mapping[str, Planned | Plan],
+    model: Planned | Plan | nx.Graph | Sequence[Planned | Plan] | Mapping[str, Planned | Plan],
     path: str | os.PathLike[str],
     *,
     step: bool = False,
@@ -47,7 +51,8 @@ def draw(
 
     Args:
         model: a plan or model; several, in a list or by their names in a dict, are drawn side by
-            side on a page, which marks where they differ.
+            side on a page, which marks where they differ. Or the network of a plan's decisions, as
+            .svg, .dot or .graphml.
         path: the file; its suffix is .html, .svg or .dot.
         step: draws a training step of a rank, forward and backward in execution order: where each
             collective begins, and where it is waited for.
@@ -61,6 +66,10 @@ def draw(
         InputError: the suffix is unknown, the file can't be written, the graph, rank or layer does
             not exist, or the layer has too many ops for a figure.
     """
+    if isinstance(model, nx.Graph):
+        check_suffix(path, OF_NETWORK)
+        write_text(path, network_text(Path(path).suffix, model))
+        return
     named: dict[Any, Any] = dict(model) if isinstance(model, Mapping) else {}
     models: list[Any] = [*named.values()] if isinstance(model, Mapping) else [model]
     if isinstance(model, (list, tuple)):

@@ -1,0 +1,191 @@
+"""The states of decisions: the choices that rules allow, less those that pins and the search space rule out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from torchshard.core.choices import choices
+from torchshard.core.conversions import ConversionStep
+from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
+from torchshard.core.notation import Choice
+from torchshard.custom_ops.store import STORE
+from torchshard.ir.graph import is_carried, is_tensor_op, passes_on_weight, required_layouts, where, whole_choice
+from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
+from torchshard.planner.costs import Op
+from torchshard.planner.folded import Folded
+from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
+
+
+@dataclass(frozen=True)
+class GraphConstraints:
+    """What the user and earlier calls have fixed for the nodes of one graph."""
+
+    options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
+    """The choices left to an op."""
+    pins: Mapping[fx.Node, Pin] = field(default_factory=dict)
+    """Op -> the user's pin."""
+    parameters: Mapping[str, Layout] = field(default_factory=dict)
+    """Parameter -> its fixed layout, by name."""
+    vetoed: frozenset[tuple[fx.Node, ConversionStep]] = frozenset()
+    """Conversions that are forbidden."""
+    all_axes: bool = False
+    """Whether dims that no weight touches (batch, sequence) may be split too."""
+    dynamic: bool = True
+    """Whether dynamic sizes that the ranks divide may be split without a pin."""
+    weights: bool = True
+    """Whether dims of weights may be split; else all ops that have the batch divide it."""
+    per_parameter: float | None = None
+    """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
+    trains: bool = True
+    """Whether a step has a backward, and weights gradients and an optimizer's state."""
+    steady: bool = False
+    """Whether what a call leaves in its arguments has the layout in which it comes in."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether something is to be split that is fixed already."""
+        return bool(self.pins) or any(isinstance(layout, Shard) for layout in self.parameters.values())
+
+    def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
+        """A value per constrained node, different where nodes of equal structure are constrained differently."""
+        keys: dict[fx.Node, object] = dict(self.options)
+        keys |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
+        for node, step in sorted(self.vetoed, key=str):
+            keys[node] = (keys.get(node), step)
+        stored = (node for node in graph.nodes if node.op == "placeholder" and node.meta["path"] in self.parameters)
+        return keys | {node: self.parameters[node.meta["path"]] for node in stored}
+
+
+class PlannedOps:
+    """The planned ops of a graph, with their operands and results among the planned nodes."""
+
+    def __init__(self, graph: fx.Graph, folded: Folded) -> None:
+        self.nodes = [folded.nodes[i] for i in folded.planned()]
+        self.ops = [Op.of(node) for node in self.nodes if is_tensor_op(node)]
+        self.tensors = {op.node: [n and folded.planned_node(n) for n in tensors_of(op.node)] for op in self.ops}
+        self.consumers: dict[fx.Node, list[Op]] = {}
+        """Value -> the ops that read it."""
+        for op in self.ops:
+            for operand in dict.fromkeys(self.inputs(op)):
+                self.consumers.setdefault(operand, []).append(op)
+        self.results = {folded.planned_node(n) for n, _ in required_layouts(graph.output_node(), None)}
+        self.stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
+
+    def inputs(self, op: Op) -> list[fx.Node]:
+        """The operands of an op."""
+        return [n for n in self.tensors[op.node][: len(op.inputs)] if n is not None]
+
+    def places(self, node: fx.Node, op: Op) -> list[int]:
+        """Which operands of an op a value is."""
+        return [i for i, operand in enumerate(self.inputs(op)) if operand is node]
+
+
+class States:
+    """The states of ops, and of parameters and inputs."""
+
+    def __init__(self, planned: PlannedOps, constraints: GraphConstraints, ranks: int) -> None:
+        self._planned, self._constraints, self._ranks = planned, constraints, ranks
+        self._wanted = wanted_parts(planned.ops, planned.tensors, ranks)
+        self._axes = None if constraints.all_axes else weight_axes(planned.ops, planned.tensors)
+
+    def of_op(self, op: Op) -> list[Choice]:
+        """The choices of an op.
+
+        Raises:
+            PlanError: the op can't be split as its pin says.
+        """
+        c, node = self._constraints, op.node
+        if node in c.options:
+            return c.options[node]
+        legal = self._legal(op)
+        states = pinned_choices(op, c.pins[node], legal, self._ranks) if node in c.pins else self._unpinned(op, legal)
+        if not c.weights:
+            states = [choice for choice in states if choice.splits_dynamic] or states
+        elif is_carried(node):  # it grows: the next call's slices would be others
+            states = [choice for choice in states if not choice.splits_dynamic]
+        if is_carried(node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
+            # the same as I where no gradient flows; and what is whole between two calls is I
+            states = [choice for choice in states if choice.name != "R"]
+        return states
+
+    def _legal(self, op: Op) -> list[Choice]:
+        if op.row is None:
+            return [whole_choice(op.node)]
+        around = enumerate(self._planned.tensors[op.node])
+        hints = [(i, s) for i, t in around if t is not None for s in self._wanted.get(t, ())]
+        return choices(op.row, self._ranks, hints)
+
+    def _unpinned(self, op: Op, legal: list[Choice]) -> list[Choice]:
+        states = [choice for choice in legal if self._axes is None or self._may_split(op, choice, self._axes[op.node])]
+        if self._ranks > 1 or self._constraints.splits:
+            return states
+        return [choice for choice in states if not choice.axes] or states  # to split gains nothing
+
+    def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
+        """Whether a choice splits nothing but these axes, or a dynamic size."""
+        c = self._constraints
+        weights = c.weights or passes_on_weight(op.node) or op.node.target is STORE
+        return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
+
+    def of_stored(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]], *, is_left: bool) -> list[Layout]:
+        """The layouts that a parameter or input may be stored in.
+
+        Args:
+            chosen: the states of the ops.
+            is_left: whether a call leaves a value in its place, so that it need not come in whole.
+
+        Raises:
+            PlanError: two pinned ops require different layouts.
+        """
+        path = node.meta["path"]
+        if path in self._constraints.parameters:
+            return [self._constraints.parameters[path]]
+        if node.meta["kind"] not in ("parameter", "buffer") and not is_left:
+            return [I]
+        readers = [(op, i) for op in self._planned.consumers[node] for i in self._planned.places(node, op)]
+        wanted = (choice.operands[i] for op, i in readers for choice in chosen[op.node])
+        found: list[Layout] = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
+        return self._pinned_layouts(node, chosen) or found
+
+    def _pinned_layouts(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]]) -> list[Layout]:
+        """The layouts in which pinned ops can take a parameter; empty where no pinned op takes it."""
+        allowed: list[Layout] = []
+        for op in self._planned.consumers[node]:
+            if op.node not in self._constraints.pins:
+                continue
+            taken = ((c, c.operands[i]) for i in self._planned.places(node, op) for c in chosen[op.node])
+            pinned = [layout for c, layout in taken if isinstance(layout, Shard) or c.name == "I"]
+            common = [layout for layout in allowed if layout in pinned] if allowed and pinned else allowed or pinned
+            if allowed and pinned and not common:
+                raise pinned_layout_conflict(node.meta["path"], str(allowed[0]), str(pinned[0]), op.node)
+            allowed = list(dict.fromkeys(common))
+        return allowed
+
+
+def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> list[Choice]:
+    """The choices that a pin leaves to an op.
+
+    Raises:
+        PlanError: the op can't be split as its pin says.
+    """
+    if not pin.axes:
+        return [whole_choice(op.node)]
+    for axis in pin.axes:
+        named = [c for c in legal if c.name == f"split {axis}"]
+        if named:
+            return [c for c in named if _fills_ranks(op, c, ranks)] or named
+    if pin.style.name == "sequence":  # that it has the axis does not say that it can be split there
+        return list(legal)
+    module = op.node.meta.get("module", "")
+    why = f"{where(op.node)} can't be split along {pin.axes[0]}"
+    raise cannot_have(pin.key, module, pin.style.name, why, ())
+
+
+def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
+    """Whether every rank gets a part of each split axis, or the axes are too small for that."""
+    sizes = [op.sizes[axis] for axis, _ in choice.axes]
+    static = [parts for _, parts in choice.axes if parts != EQUAL]
+    return all(s < ranks for s in sizes) or all(local_size(parts, ranks - 1, ranks) > 0 for parts in static)
