@@ -234,7 +234,7 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise InputError(
             f"{os.fspath(path)!r} can't be read", where="MODEL", why=str(error), attempt="a Hugging Face config.json"
         ) from None
-    if isinstance(fields, dict) and {"choices", "conversions"} <= fields.keys():
+    if isinstance(fields, dict) and {"axes", "fingerprint"} <= fields.keys():
         raise InputError(
             f"{os.fspath(path)!r} is a plan",
             where="MODEL",
