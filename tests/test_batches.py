@@ -135,7 +135,7 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
 
 def _planned(data: Any) -> PlannedCall:
     made = capture(_model(p=0.0), _batch(2)).plan({}, 2, data=data)
-    assert made.plan.batches == {"ids": ts.S(0), "labels": ts.S(0)}
+    assert made.plan.inputs == {"ids": ts.S(0), "labels": ts.S(0)}
     return made
 
 

@@ -329,7 +329,7 @@ def test_predicted_memory_is_the_allocators(name: str, axes: dict[str, str], mon
 
 def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
-    assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
+    assert read_mesh(4, {"tp": 4}, None).axes == (MeshAxis(4),) and read_mesh(4, {"tp": 4}, None).last.data is None
     assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
-    assert read_mesh(4, {"dpo": 4}, None).data is None  # no name of the field's
+    assert read_mesh(4, {"dpo": 4}, None).last.data is None  # no name of the field's
     assert read_mesh(4, {"dp": 4}, "shard").last.data == "shard" and not read_mesh(4, {"dp": 4}, "shard").across

@@ -19,7 +19,7 @@ import torchshard as ts
 from tests.models import CASES
 from torchshard.core.choices import axis_groups
 from torchshard.ir.graph import is_tensor
-from torchshard.planner.axes import Tensors, _brings_axes, _is_parameter, weight_axes
+from torchshard.planner.axes import Tensors, brings_axes, is_parameter, weight_axes
 from torchshard.planner.costs import Op
 from torchshard.planner.elimination import HEURISTICS, Elimination, apart, decomposed_order, primal_graph
 from torchshard.planner.folded import Folded
@@ -28,6 +28,7 @@ from torchshard.planner.search import MAX_PRICE, solve_within_budget
 from torchshard.planner.solver import Solver
 from torchshard.planner.states import PlannedOps
 from torchshard.report.network import network_of, plain
+from torchshard.testing import capture
 
 # --- parts -----------------------------------------------------------------------------------------------------------
 
@@ -148,10 +149,10 @@ def _spread_until_nothing_is_new(ops: Sequence[Op], tensors: Tensors) -> dict[fx
     marked, axes = set[tuple[fx.Node, int]](), {op.node: set[str]() for op in ops}
     for op in ops:
         inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
-        if inputs and all(n in computed or _is_parameter(n) for n in inputs):
+        if inputs and all(n in computed or is_parameter(n) for n in inputs):
             computed.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
-        weights = [i for i, t in enumerate(op.inputs) if t in computed or _is_parameter(t)]
-        if op.row is not None and _brings_axes(op, weights):
+        weights = [i for i, t in enumerate(op.inputs) if t in computed or is_parameter(t)]
+        if op.row is not None and brings_axes(op, weights):
             marked.update((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
     before = -1
     while before != len(marked):
@@ -169,7 +170,7 @@ def _spread_until_nothing_is_new(ops: Sequence[Op], tensors: Tensors) -> dict[fx
 @pytest.mark.parametrize("name", CASES)
 def test_axes_of_weights_are_what_spreads_from_their_dims(name: str) -> None:
     case = CASES[name]
-    graph = ts.plan(case.build(), world_size=2, example_inputs=case.inputs(), example_kwargs=case.kwargs).problem.graph
+    graph = capture(case.build(), case.inputs(), case.kwargs).graph.graph
     planned = PlannedOps(graph, Folded.of(graph, {}, fold=False))
     found = weight_axes(planned.ops, planned.tensors)
     assert any(found.values()) and found == _spread_until_nothing_is_new(planned.ops, planned.tensors)
@@ -221,8 +222,8 @@ def test_the_network_is_drawn(plan: ts.Plan, tmp_path: Path) -> None:
         ts.draw(network, tmp_path / "network.html")
 
 
-def test_a_plan_from_a_file_has_no_network_until_it_is_asked_again(plan: ts.Plan) -> None:
+def test_a_plan_from_a_file_has_its_network(plan: ts.Plan) -> None:
     loaded = ts.Plan.from_json(plan.to_json())
+    assert ts.network_of(loaded).nodes.keys() == network_of(plan).nodes.keys()
     with pytest.raises(ts.PlanError, match="no network of costs"):
-        network_of(loaded)
-    assert network_of(ts.what_if(loaded)).nodes.keys() == network_of(plan).nodes.keys()
+        network_of(ts.Plan.from_json(plan.to_json(question=False)))

@@ -90,7 +90,7 @@ def test_memory_that_two_tensors_share_is_refused(name: str) -> None:
 def test_memory_that_is_shared_is_refused_whenever_a_capture_finds_it() -> None:
     hold, read = SHARING["shares memory with buffer 'stats'"]
     early = ts.shard(_Sharing(hold, read), {})
-    assert "test_errors.py" in _raises(lambda: early(X))
+    assert "test_shared_tensors.py" in _raises(lambda: early(X))
     assert "with buffer 'stats'" in _raises(lambda: copy.deepcopy(early)(X))
     with ts.lazy():
         lazy = _Sharing(hold, read)

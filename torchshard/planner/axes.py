@@ -65,8 +65,8 @@ def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
     for op in ops:
         if op.row is not None:
             joined.add_edges_from(_joined_dims(op, op.row, tensors[op.node]))
-            weights = [i for i, t in enumerate(op.inputs) if t in of_weights or _is_parameter(t)]
-            if _brings_axes(op, weights):
+            weights = [i for i, t in enumerate(op.inputs) if t in of_weights or is_parameter(t)]
+            if brings_axes(op, weights):
                 dims = ((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
                 joined.add_edges_from((WEIGHTS, dim) for dim in dims)
     axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
@@ -81,7 +81,7 @@ def _computed_from_weights(ops: Sequence[Op], tensors: Tensors) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for op in ops:
         inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
-        if inputs and all(n in found or _is_parameter(n) for n in inputs):
+        if inputs and all(n in found or is_parameter(n) for n in inputs):
             found.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
     return found
 
@@ -94,7 +94,7 @@ def _joined_dims(op: Op, row: Row, around: Sequence[fx.Node | None]) -> Iterator
         yield from pairwise((op.node, axis) for axis in group)
 
 
-def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
+def brings_axes(op: Op, weights: Sequence[int]) -> bool:
     """Whether the op's weights have an axis that its other operands have not: `n` of `... k, n k -> ... n`."""
     assert op.row is not None
     tensors = [*op.row.operands, *op.row.results]
@@ -105,5 +105,5 @@ def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
     return 0 < len(weights) < len(op.operands) and bool(own - others - joined)
 
 
-def _is_parameter(node: fx.Node) -> bool:
+def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["kind"] == "parameter"
