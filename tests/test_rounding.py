@@ -200,3 +200,25 @@ def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
     made = capture(model, (x,)).plan({}, 2)
     report = made.check()
     assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
+
+
+class _InfiniteMask(nn.Module):
+    """Attention masked by an infinite number that an op computes, as TimesFM's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        infinite = x.new_zeros(x.shape[1], x.shape[1]).log()
+        scores = q @ k.mT / 2 + infinite.triu(1)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_an_infinite_mask_hides_no_noise() -> None:
+    """The gradient of a key's bias is noise. Moved by a unit in its last place, an infinite number became NaN."""
+    torch.manual_seed(0)
+    plan = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"}
+    model = nn.Sequential(_InfiniteMask(), _InfiniteMask())
+    ts.check(model, plan, world_size=2, example_inputs=(torch.randn(3, 5, 8),)).raise_on_error()

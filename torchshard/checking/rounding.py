@@ -45,7 +45,8 @@ class _Nudge(torch.autograd.Function):
 
 def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
     signs = torch.randint(-1, 2, x.shape, dtype=torch.int8, generator=generator, device="cpu")
-    return torch.addcmul(x, x, signs.to(x), value=torch.finfo(x.dtype).eps)
+    moved = torch.addcmul(x, x, signs.to(x), value=torch.finfo(x.dtype).eps)
+    return torch.where(moved.isfinite(), moved, x)  # masks hold -inf, and 0 * inf is NaN, which hides all noise
 
 
 class Nudges(NamedTuple):
