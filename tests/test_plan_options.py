@@ -79,7 +79,7 @@ def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     assert set(many.costs.fewer) == {1, 2}
     assert many.costs.fewer[1] < many.costs.fewer[2] <= many.costs.seconds and "fewer ranks are faster" in str(many)
     assert few.costs.seconds < few.costs.fewer[2] < few.costs.fewer[1] and "fewer ranks" not in str(few)
-    overlapped = dataclasses.replace(many, costs=dataclasses.replace(many.costs, step=many.costs.fewer[1] / 2))
+    overlapped = many.with_last(costs=dataclasses.replace(many.costs, step=many.costs.fewer[1] / 2))
     assert "fewer ranks" not in str(overlapped)  # what it hides counts for it
     assert "one rank alone: " in str(few) and str(ts.Plan.from_json(many.to_json())) == str(many)
     whole = _gpt(world_size=1, machine=busy)

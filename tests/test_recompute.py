@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -200,7 +199,7 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
         modules = f"{len(made.recompute)} module{'s' * (len(made.recompute) > 1)}"
         assert f"computes {modules} again, in place of keeping their values: layers.0" in str(made)
         assert f"layers.0-{len(made.recompute) - 1}" in str(made) or len(made.recompute) == 1
-        fewer = ts.plan(_Layers(), dataclasses.replace(made, recompute=made.recompute[:-1]), **call)
+        fewer = ts.plan(_Layers(), made.with_last(recompute=made.recompute[:-1]), **call)
         assert predicted_memory(fewer)["peak"] > limit
     assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
 
