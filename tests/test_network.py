@@ -131,6 +131,20 @@ def test_orders_that_compete_find_the_same_optimum_and_the_cheapest_wins(seed: i
         assert both._buckets == ours._buckets
 
 
+@given(st.integers(0, 10**6))
+def test_an_order_without_a_table_that_is_too_large_goes_before_one_with(seed: int) -> None:
+    """And what is exact then is the optimum; what is not stays a bound."""
+    sizes, scopes, tables, _ = _scopes(seed)
+    best = Elimination(sizes, scopes).run(tables).table
+    ours = Elimination(sizes, scopes, limit=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchshard.planner.elimination.COMPETE", 0)
+        both = Elimination(sizes, scopes, limit=20)
+    assert both.exact >= ours.exact
+    found = both.run(tables).table
+    assert found == best if both.exact else found <= best
+
+
 @pytest.mark.parametrize("heuristic", HEURISTICS)
 @given(seed=st.integers(0, 10**6))
 def test_an_order_of_networkx_eliminates_all_but_what_is_kept(heuristic: Any, seed: int) -> None:

@@ -131,9 +131,10 @@ class _Builder:
         demands = [self._demand(node, op) for op in self.planned.consumers.get(node, ())]
         fixed = frozenset([I]) if node in self.planned.results else frozenset[Layout]()
         for demand in demands:
-            illegal = _illegal(produced, demand, whole=whole)
-            if illegal.any():
-                self.network.cost((producer, demand.name), np.where(illegal, FORBIDDEN, 0.0))
+            if whole or any(layout is not None for layout in demand.written):
+                illegal = _illegal(produced, demand, whole=whole)
+                if np.isinf(illegal).any():
+                    self.network.cost((producer, demand.name), illegal)
         if len(demands) > 1 or (demands and fixed):
             self._share(node, value, producer, produced, demands, fixed)
         elif demands:
@@ -192,12 +193,12 @@ def _left_again(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {inputs[n.meta["place"]]: n for n in graph.nodes if is_carried(n) and n.meta["place"] in inputs}
 
 
-def _illegal(produced: Sequence[Layout], demand: _Demand, *, whole: bool) -> Any:
-    """Where a value is written to in another layout than it has, or is pinned whole and required in slices."""
+def _illegal(produced: Sequence[Layout], demand: _Demand, *, whole: bool) -> Table:
+    """Forbids to write to a value in another layout than it has, or to require slices of one that is pinned whole."""
     sliced = [whole and any(isinstance(layout, Shard) for layout in required) for required in demand.required]
     written = demand.written
     illegal = [[s or (w is not None and w != p) for s, w in zip(sliced, written, strict=True)] for p in produced]
-    return np.array(illegal, dtype=bool).reshape(len(produced), len(written))
+    return np.where(np.array(illegal, dtype=bool).reshape(len(produced), len(written)), FORBIDDEN, 0.0)
 
 
 def _unions(fixed: frozenset[Layout], required: Sequence[Sequence[frozenset[Layout]]]) -> list[frozenset[Layout]]:

@@ -86,9 +86,10 @@ def _rows(network: Network, name: str, times: Mapping[Scope, int]) -> Iterator[t
     data = network.graph.nodes[name]
     count = len(data["states"])
     for scope, costs in (((name,), data), *((edge["ends"], edge) for edge in network.graph[name].values())):
-        axis, nbytes = scope.index(name), costs["nbytes"]
-        rows = None if nbytes is None else np.moveaxis(nbytes, axis, 0).reshape(count, -1)
-        yield np.moveaxis(costs["seconds"], axis, 0).reshape(count, -1), rows, times.get(scope, 1)
+        seconds, nbytes = costs["seconds"], costs["nbytes"]
+        if scope[0] != name:
+            seconds, nbytes = seconds.T, None if nbytes is None else nbytes.T
+        yield seconds.reshape(count, -1), None if nbytes is None else nbytes.reshape(count, -1), times.get(scope, 1)
 
 
 def _worst(costs: Table) -> Table:
