@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torchshard.planner.elimination import Scope
 from torchshard.planner.network import Chain, Decision, Network
 from torchshard.planner.repeats import Repetition
 
@@ -23,9 +26,7 @@ def chain_of(network: Network, index: int, run: Repetition) -> Chain:
     nodes, block = network.graph.nodes, _blocks(network, index)
     later = _twins(network, [name for name in block if block[name] == 1], run.period)
     earlier = {after: before for before, after in later.items()}
-    scopes = [factor.scope for factor in network.factors if any(block.get(name) == 2 for name in factor.scope)]
-    inner = [scope for scope in scopes if all(block.get(name) != 3 for name in scope)]
-    leaving = {name for scope in {*scopes}.difference(inner) for name in scope if block[name] == 2}
+    inner, leaving = _third_block(network, block)
     if not leaving <= earlier.keys():
         raise UnevenError(f"the blocks of the run at {run.start} read different values")
     held = {name for scope in inner for name in scope}
@@ -42,6 +43,18 @@ def _blocks(network: Network, index: int) -> dict[str, int]:
     """The decisions of a run, and which of its four planned blocks each is in."""
     places = ((name, network.folded.place(position)) for name, position in network.graph.nodes(data="position"))
     return {name: place[1] for name, place in places if place is not None and place[0] == index}
+
+
+def _third_block(network: Network, block: Mapping[str, int]) -> tuple[list[Scope], set[str]]:
+    """The inner tables of a run, and the decisions of the third block in tables that hold the last one too."""
+    inner, leaving = list[Scope](), set[str]()
+    for factor in network.factors:
+        blocks = {block.get(name) for name in factor.scope}
+        if {2, 3} <= blocks:
+            leaving.update(name for name in factor.scope if block[name] == 2)
+        elif 2 in blocks:
+            inner.append(factor.scope)
+    return inner, leaving
 
 
 def _twins(network: Network, names: list[str], period: int) -> dict[str, str]:

@@ -35,10 +35,10 @@ def search_nearby(
         before = dict(states)
         for freed in neighbourhoods:
             touched = sorted({f for name in freed for f in holding[name]})
-            fixed = {name: states[name] for f in touched for name in scopes[f] if name not in freed}
-            found = _completed(sizes, [scopes[f] for f in touched], [tables[f] for f in touched], fixed, limit)
-            costs = [sum(float(tables[f][tuple(at[v] for v in scopes[f])]) for f in touched) for at in (found, states)]
-            if costs[0] < costs[1]:
+            around, costs = [scopes[f] for f in touched], [tables[f] for f in touched]
+            fixed = {name: states[name] for scope in around for name in scope if name not in freed}
+            found = _completed(sizes, around, costs, fixed, limit)
+            if _cost(around, costs, found) < _cost(around, costs, states):
                 states |= found
         if states == before:
             break
@@ -53,6 +53,10 @@ def _neighbourhoods(near: nx.Graph) -> Iterator[set[str]]:
             around = [*islice(chain.from_iterable(nx.bfs_layers(near, centre)), NEIGHBOURHOOD)]
             covered.update(around[: len(around) // 2])
             yield set(around)
+
+
+def _cost(scopes: Sequence[Scope], tables: Sequence[Table], states: Mapping[str, int]) -> float:
+    return sum(float(table[tuple(states[v] for v in scope)]) for scope, table in zip(scopes, tables, strict=True))
 
 
 def _completed(
