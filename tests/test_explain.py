@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -130,6 +131,12 @@ def test_the_listing_and_models_without_one() -> None:
             ts.explain(model, level=level)
 
 
+def test_a_changed_plan_is_explained_as_it_is() -> None:
+    made = _mlp().plan
+    changed = made.with_last(costs=dataclasses.replace(made.costs, gap=1.0))
+    assert ts.explain(changed).startswith(str(changed)) and str(changed) != str(made)
+
+
 def test_the_step_of_a_rank_as_it_runs() -> None:
     """The all-reduce of the backward begins before the weights' gradients, and is waited for behind them."""
     told = ts.explain(_mlp().plan, level="step")
@@ -142,7 +149,7 @@ def test_all_axes_of_a_mesh_are_shown() -> None:
     """A value's word, which axis each collective is over, and a step as any rank runs it, uneven slices too."""
     x = torch.randn(4, 8, 16, requires_grad=True)
     mesh, pins = {"dp": 2, "tp": 3}, {"up": "column", "down": "row"}
-    plan = ts.plan(MLP(), pins, mesh=mesh, data="shard", example_inputs=(x,))
+    plan = ts.plan(MLP(), pins, mesh=mesh, data="shard", example_inputs=(x,), machine="cpu-gloo")
     parts = [ts.explain(plan).partition("\n\nover dp, ")[2], ts.explain(plan, level="node")]
     parts += [ts.explain(plan, level="step", rank=5)]
     check_golden("mesh_explained.txt", re.sub(r" *test_explain.py:\d+", "", "\n\n".join(parts)) + "\n")

@@ -105,11 +105,6 @@ class Program:
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: Sharding.of(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
-    @property
-    def solutions(self) -> list[PlannedAxis]:
-        """The plans of a priced program, those that divide the batch included, with what was solved for each."""
-        return [PlannedAxis(plan, problem) for plan, problem in zip(self.plan.in_order, self.problems, strict=True)]
-
     def question(self) -> Mapping[str, object]:
         """What the plan is the answer to, as data that JSON can hold."""
         return {} if self.asked is None else self.asked.data()

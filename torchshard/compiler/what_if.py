@@ -74,7 +74,7 @@ def program_of(plan: Plan) -> Program | None:
 def solutions_of(plan: Plan) -> list[PlannedAxis]:
     """Each mesh axis' plan with the problem that it solves; empty for a plan without a question."""
     program = program_of(plan)
-    return [] if program is None else program.solutions
+    return [] if program is None else list(map(PlannedAxis, plan.in_order, program.problems))
 
 
 def question_of(plan: Plan) -> Question:

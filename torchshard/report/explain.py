@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, Protocol, get_args
 
 from torch import fx
@@ -60,11 +61,11 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
             raise _no_op_of(module)
         return found
     solved = solutions_of(plan)
-    problem = solved[0].problem if solved else None
-    notes = [*([] if problem is None else expensive_pins(plan, problem)), *map(str, plan.costs.whole)]
-    lines = [*([""] if notes else []), *notes, "", *told(plan, plan.last, problem)]
-    for each in plan.across:
-        lines += ["", batch_text(each), *told(plan, each, None)]
+    first, *others = (problem for _, problem in solved) if solved else (None for _ in plan.axes)
+    notes = [*([] if first is None else expensive_pins(plan, first)), *map(str, plan.costs.whole)]
+    lines = [*([""] if notes else []), *notes, "", *told(plan, 0, first)]
+    for number, (each, problem) in enumerate(zip(plan.across, others, strict=True), 1):
+        lines += ["", batch_text(each), *told(plan, number, problem)]
     return "\n".join([str(plan), *map(paragraph, lines)])
 
 
@@ -85,7 +86,7 @@ def plan_in(model: Planned | Plan) -> Plan:
             attempt="what torchshard.shard or torchshard.plan returned",
         )
     program = program_of(found)
-    return found if program is None else program.plan
+    return found if program is None else replace(found, source=program)
 
 
 def graph_of(plan: Plan, rank: int = 0) -> fx.GraphModule:

@@ -62,9 +62,14 @@ def kinds_of(plan: AxisPlan) -> list[list[Collective]]:
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
 
 
-def told(plan: Plan, of_axis: AxisPlan, problem: PlanningProblem | None) -> Iterator[str]:
-    """Each kind of collective over an axis in a few lines: place, reason, costs, a step without it."""
-    kinds = kinds_of(of_axis)
+def told(plan: Plan, number: int, problem: PlanningProblem | None) -> Iterator[str]:
+    """Each kind of collective over an axis in a few lines: place, reason, costs, a step without it.
+
+    Args:
+        number: the axis, by its place in `plan.in_order`. Steps are compared for the first only.
+        problem: the one that the axis' plan solves, if it is known.
+    """
+    kinds = kinds_of(plan.in_order[number])
     nodes = {} if problem is None else {node.name: node for node in problem.graph.nodes}
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
@@ -79,7 +84,7 @@ def told(plan: Plan, of_axis: AxisPlan, problem: PlanningProblem | None) -> Iter
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
             f"{time_text(sum(c.seconds for c in alike))} per step"
         )
-        if problem is not None and i < MAX_ALTERNATIVES:
+        if problem is not None and number == 0 and i < MAX_ALTERNATIVES:
             yield f"  without it: {_alternative(plan, problem, alike)}"
 
 
