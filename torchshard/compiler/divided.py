@@ -36,30 +36,30 @@ from torchshard.plans.data import AxisPlan
 
 @dataclass(frozen=True)
 class DividedBatch:
-    """How ranks that divide the batch run a graph that is split over other axes already."""
+    """An axis that divides the batch, for a graph that is split over other axes already."""
 
     constraints: Constraints
     """With the layouts over this axis of parameters, buffers, and the call's tensors that are parts of the batch."""
     inputs: frozenset[str]
-    """The names of the latter."""
+    """The names of the call's tensors that are parts of the batch."""
     results: tuple[Layout, ...]
-    """The layouts over this axis of what the call returns."""
+    """The layouts over this axis of the call's results."""
     facts: ModelFacts
     parts: int
-    """So many parts later axes make of what this one leaves to a rank."""
+    """How many parts the remaining mesh axes cut this rank's batch into."""
 
     def solve(self, local: fx.GraphModule, first: AxisPlan | None = None) -> PlannedAxis:
-        """Plans this axis for a rank of earlier ones: as the rank before it along one of these, if that is legal.
+        """Plans this axis for a rank of the earlier axes, by the plan of the rank that it follows where that is legal.
 
-        Each rank would find its own, for their slices may differ in size; but what one held whole and the other as a
-        part of a sum would be added up by a collective of the earlier axis. An empty slice may have to be computed
-        whole, so that there are collectives which other ranks do not have.
+        Slices may differ in size, so each rank could find a plan of its own. A collective of an earlier axis would then
+        add a full value on one rank to a partial sum on another. A rank with an empty slice may have to compute it
+        replicated, and then runs collectives that other ranks do not.
 
         Args:
-            first: the plan for that rank, if there is one.
+            first: the plan of the rank that this one follows, if it follows one.
 
         Raises:
-            PlanError: what a collective of an earlier axis brings together would be held in different layouts.
+            PlanError: the ranks of an earlier axis' collective would have its operand in different layouts.
         """
         graph, constraints = self._whole(local), replace(self.constraints, plan=first)
         sizes = {size: number // self.parts for size, number in batch_sizes(graph, self.inputs).items()}
@@ -70,7 +70,7 @@ class DividedBatch:
         return solution
 
     def split(self, local: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
-        """The graph of a rank of the other axis with the collectives of this one, global sizes."""
+        """Inserts this axis' collectives into the graph of a rank of the earlier axes; sizes stay global over it."""
         with without_garbage_collection():
             return rewrite(graph_for(self._whole(local), plan), plan)
 
@@ -83,12 +83,12 @@ class DividedBatch:
 
 
 def _check_settled(graph: fx.Graph, plan: AxisPlan, first: AxisPlan) -> None:
-    """What collectives of another axis bring together is divided as the first of their ranks divides it.
+    """Checks that all ranks of an earlier axis' collectives have its operand in the layout of the first rank.
 
-    A weight that they pass on is the same on all of them.
+    Weights are exempt: they are the same on all of these ranks.
 
     Raises:
-        PlanError: it is not.
+        PlanError: a layout differs.
     """
     for node in graph.nodes:
         choice = plan.choices.get(node.name)
@@ -103,10 +103,10 @@ def _check_settled(graph: fx.Graph, plan: AxisPlan, first: AxisPlan) -> None:
 
 
 def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[str, Layout]:
-    """How ranks that divide the batch hold what a call leaves for the next one: a part of the batch, or all of it.
+    """The layouts of carried values over an axis that divides the batch: a part of the batch, or replicated.
 
     Raises:
-        InputError: the batch is not its first dim, by which the next call tells parts of the batch.
+        InputError: a value has the batch in another dim than the first, where the next call would look for it.
     """
     found = dict[str, Layout]()
     for value in carried_results(captured.graph.graph):
@@ -123,10 +123,10 @@ def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[
 
 
 def result_layouts_of(graph: fx.GraphModule, batches: Collection[int | sympy.Expr]) -> tuple[Layout, ...]:
-    """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it.
+    """The layouts of results over an axis that divides the batch: a part of the batch, or replicated.
 
     Args:
-        batches: the dynamic sizes that are the batch's; or the number that it is, if it has none.
+        batches: the dynamic sizes of the batch; or its number, if its size is static.
     """
     dims = [_batch_dim(result, batches) if is_tensor(result) else None for result in results_of(graph.graph)]
     numbers = [size for size in batches if isinstance(size, int)]
@@ -139,32 +139,32 @@ def result_layouts_of(graph: fx.GraphModule, batches: Collection[int | sympy.Exp
 
 
 def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | None:
-    """The dim of a value that is the batch's, by its size; None if it has none."""
+    """The dim of a value whose size is the batch's, if it has one."""
     sizes = map(size_expr, value.meta["val"].shape)
     return next((dim for dim, size in enumerate(sizes) if size in batches), None)
 
 
 def batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
-    """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs.
+    """Maps the dynamic sizes of the batch to the example inputs' sizes.
 
-    That of what an earlier call has left is another one, for it may be left in another size.
+    Carried values have a batch size of their own, because a call may write them in another size.
     """
     split = batches_of(graph, batches).values()
     return {expr: hint(size) for size in split if isinstance(expr := size_expr(size), sympy.Symbol)}
 
 
 def batches_of(graph: fx.GraphModule, batches: Collection[str]) -> dict[str, Size]:
-    """The size of the batch in each of these tensors of the call."""
+    """Maps the names of the call's batched tensors to their batch size."""
     return {n.meta["path"]: n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches}
 
 
 def sizes_in(graph: fx.GraphModule, batches: Collection[str]) -> set[int | sympy.Expr]:
-    """The sizes of the batch in these tensors."""
+    """The batch sizes of these tensors."""
     return set(map(size_expr, batches_of(graph, batches).values()))
 
 
 def sizes_of_dim(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
-    """The sizes that the call's tensors have in a dim."""
+    """All sizes of the call's tensors in a dim."""
     shapes = [n.meta["val"].shape for n in placeholders(graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
     return {size_expr(shape[dim]) for shape in shapes if dim < len(shape)}
 
@@ -172,7 +172,7 @@ def sizes_of_dim(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
 def divide_batch(
     graph: fx.GraphModule, batches: Collection[sympy.Expr], results: tuple[Layout, ...], constraints: Constraints
 ) -> None:
-    """Notes that the ranks divide these sizes and no others, and how they hold parameters, buffers and results."""
+    """Writes into a graph which sizes the ranks divide, and the layouts of parameters, buffers and results."""
     graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
         if node.meta["path"] in constraints.layouts:

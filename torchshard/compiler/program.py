@@ -1,6 +1,7 @@
-"""Model, plan and example inputs in; the planned graph with its collectives out, for any rank.
+"""Turns a model, constraints and a call into a `Program`: the planned graph with its collectives, for any rank.
 
-The whole compiler on one screen: capture, normalize, plan, rewrite.
+`program` is the way through the compiler: capture and normalize (`prepare`), plan (`planning`), rewrite (`passes`). If
+ranks divide the batch over further axes (`divided`), a rank's graph is planned and rewritten again for each.
 """
 
 from __future__ import annotations
@@ -39,20 +40,9 @@ from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
 from torchshard.ir.data import equal_sizes
-from torchshard.ir.graph import (
-    fake_mode,
-    guards,
-    hint,
-    is_tensor,
-    placeholders,
-    size_expr,
-    sizes_as,
-)
+from torchshard.ir.graph import fake_mode, guards, hint, is_tensor, placeholders, size_expr, sizes_as
 from torchshard.ir.sizes import call_sizes
-from torchshard.passes import (
-    localized,
-    rewrite,
-)
+from torchshard.passes import localized, rewrite
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.styles import SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
@@ -73,40 +63,40 @@ class Program:
     divided: bool = False
     """Whether calls belong to it by whether their sequences, or batches, divide."""
     batches: tuple[DividedBatch, ...] = ()
-    """How the ranks divide the batch over the axes across the plan's, outermost first."""
+    """The axes over which the ranks divide the batch, beside the graph's own; outermost first."""
     asked: Question | None = None
-    """What the plan is the answer to."""
+    """The question that the plan answers."""
     problems: tuple[PlanningProblem, ...] = ()
-    """What was solved for each of `axes`, on the first rank; only that of the first one before `priced`."""
+    """The problem that the first rank's plan of each of `axes` solves; before `priced`, that of the first axis only."""
     assumed: tuple[sympy.Basic, ...] = ()
     """Guards on sizes that passes have added since the capture; a call that breaks one needs another graph."""
 
     @property
     def axis(self) -> MeshAxis:
-        """That of the plan."""
+        """The mesh axis that `graph` is split over."""
         axis: MeshAxis = self.graph.meta["axis"]
         return axis
 
     @property
     def mesh(self) -> Mesh:
-        """The axes of its ranks."""
+        """The mesh of its ranks, outermost axis first."""
         return Mesh((*(divided.constraints.axis for divided in self.batches), self.axis))
 
     @property
     def axes(self) -> tuple[MeshAxis, ...]:
-        """The same in the order in which the graph is split over them."""
+        """The mesh axes in the order in which the graph is split over them: the last one first."""
         return (self.axis, *(divided.constraints.axis for divided in self.batches))
 
     @property
     def held(self) -> dict[str, Sharding]:
-        """What each rank holds of parameters, buffers and the call's tensors."""
+        """The shardings of parameters, buffers and the call's tensors, by name."""
         axes = [(self.axis, self.plan.last.held)]
         axes += [(divided.constraints.axis, divided.constraints.fixed) for divided in self.batches]
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: Sharding.of(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
     def question(self) -> Mapping[str, object]:
-        """What the plan is the answer to, as data that JSON can hold."""
+        """The question that the plan answers, as data that JSON can write."""
         return {} if self.asked is None else self.asked.data()
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
@@ -118,7 +108,7 @@ class Program:
         return self.along(self._coordinates(number)).graph
 
     def local_graph_of(self, number: int) -> fx.GraphModule:
-        """The graph of a rank as it runs it, by groups of no processes."""
+        """The graph that a rank runs, over simulated groups."""
         return localized(self.graph_of(number), self._coordinates(number)[-1])
 
     def memory_of(self, number: int) -> dict[str, float]:
@@ -146,7 +136,7 @@ class Program:
         return RankGraph(graphs[-1], of_first)
 
     def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
-        """The ranks from the first one to this, each of which follows the plans of the last: it differs on one axis."""
+        """The ranks from the first to this one; each follows the one before, and differs from it on one axis."""
         found, numbers = [rank], tuple(place.rank for place in rank[:-1])
         while numbers := rank_before(numbers):
             before = [place if number else _simulated(place.axis) for place, number in zip(rank, numbers, strict=False)]
@@ -181,26 +171,26 @@ class RankGraph(NamedTuple):
     """A rank's graph with its collectives."""
 
     graph: fx.GraphModule
-    """Of global sizes over the last axis."""
+    """It has global sizes over the axis that is split last."""
     of_first: list[PlannedAxis]
     """The first rank's plan of each axis that divides the batch."""
 
 
 def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The rank whose plans another follows: the first one along the last axis on which the other is not the first.
+    """Returns the rank whose plans a rank follows: its first neighbour on the last axis where it is not the first.
 
     Args:
-        numbers: the other's on each axis.
+        numbers: the rank's number on each axis.
 
     Returns:
-        its numbers; none if the other is the first of all.
+        the numbers of the rank that it follows; () for the first rank of all.
     """
     last = max((i for i, number in enumerate(numbers) if number), default=-1)
     return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
 
 
 def _simulated(axis: MeshAxis, rank: int = 0) -> Coordinate:
-    """The place of a rank on an axis, in groups of no processes."""
+    """A rank's place on an axis, in a simulated group."""
     return axis.simulated(axis.name)[rank]
 
 
@@ -219,14 +209,14 @@ def program(
     """Captures, plans and rewrites one call of a model.
 
     Args:
-        replaced: the call's tensors that it replaces by others, by name, as far as that is known.
-        inputs: the layouts of the call's tensors that earlier calls have left, by name; all others are whole.
-        batches: the layouts of those that are parts of a batch which the ranks divide.
-        numbers: the places of integers in the arguments that earlier calls have changed.
+        inputs: the layouts of tensors in the arguments that earlier calls wrote, by name; all others are replicated.
+        batches: the layouts of the call's tensors that are parts of a batch, by name.
+        numbers: the places of integers in the arguments that earlier calls changed.
+        replaced: the names of the call's tensors that the call is known to replace by others.
         repeating: as in `capture`.
 
     Raises:
-        CaptureError, InputError, PlanError: see each.
+        CaptureError, InputError, PlanError: the model can't be captured, the arguments do not fit, or no plan does.
     """
     captured = prepared(
         model,
@@ -247,7 +237,7 @@ def program(
 
 
 def answered(captured: Captured, question: Question) -> Program:
-    """The plan of a captured call, and the graph with its collectives.
+    """Plans a captured call and inserts the collectives.
 
     Raises:
         InputError, PlanError: as `program`.
@@ -281,10 +271,10 @@ def _answered(captured: Captured, question: Question) -> Program:
     if not constraints.mesh.across:
         divide_batch(graph, sizes.keys(), results, of_batch[0])
         return _planned(captured, facts, of_batch[0])
-    # what is a multiple of the ranks of the other axis alone is none of these
+    # the other sizes that the last axis' ranks divide: the sequence's, but not the batch's
     graph.meta["multiples"] = (multiples & sizes_of_dim(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
-        made = _planned(captured, facts, split)  # for what a rank computes
+        made = _planned(captured, facts, split)  # priced for one rank's part of the batch
     names = frozenset(path for path, size in batches_of(graph, batches).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
@@ -303,7 +293,7 @@ def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:
 
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
-    """A plan for a captured call, and the graph with its collectives, where each rank has the whole call."""
+    """Plans a captured call that each rank runs on all of the batch, and inserts the collectives."""
     return _planned(captured, ModelFacts.of(model), constraints).with_source()
 
 

@@ -105,10 +105,10 @@ def step_of(plan: Plan, rank: int) -> fx.GraphModule:
         InputError: the rank or the plan's graph does not exist, or the model lacks a backward, or
             one that can be a graph.
     """
-    return step_graph(rank_graph_of(plan, rank))
+    return step_graph(rank_graph(plan, rank))
 
 
-def rank_graph_of(plan: Plan, rank: int = 0) -> fx.GraphModule:
+def rank_graph(plan: Plan, rank: int = 0) -> fx.GraphModule:
     """Returns a rank's graph, with local sizes and the collectives of all mesh axes.
 
     Raises:

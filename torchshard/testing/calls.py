@@ -148,7 +148,7 @@ class PlannedCall:
     @property
     def shardings(self) -> dict[str, str]:
         """How the ranks store parameters, buffers and inputs, by name: 'model: S(0) . data: S(0)', or 'I'."""
-        return {name: word.text for name, word in self.program.held.items()}
+        return {name: sharding.text for name, sharding in self.program.held.items()}
 
     def state(self, rank: int) -> dict[str, Tensor]:
         """The slices of the parameters and buffers that a rank stores, by name."""

@@ -8,16 +8,7 @@ from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.conversions import Conversion
 from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.plans.plan import Plan
-from torchshard.report.explain import rank_graph_of
-
-
-def rank_graph(plan: Plan, rank: int = 0) -> fx.GraphModule:
-    """The graph of a rank with its local sizes and the collectives of all axes.
-
-    Raises:
-        InputError: the plan's file does not hold the graph that it was made for.
-    """
-    return rank_graph_of(plan, rank)
+from torchshard.report.explain import rank_graph
 
 
 def predicted_memory(plan: Plan, rank: int = 0) -> dict[str, float]:
