@@ -127,6 +127,6 @@ REPLACEMENTS = Patches(
 
 @contextlib.contextmanager
 def replaced_functions() -> Iterator[None]:
-    """Makes threads that capture call all replacements, including those of other modules."""
+    """Patches PyTorch's functions: in a thread that captures, each call runs the replacement."""
     with INTERCEPTED_SEEDING, VALUE_CHECKS, KNOWN_NUMBERS, REPLACEMENTS:
         yield

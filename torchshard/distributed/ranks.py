@@ -145,7 +145,7 @@ class Ranks:
         """Returns whether this rank owns the slice among its holders, so that a sum counts it once.
 
         Args:
-            part: a slice on all of these ranks (maybe on another mesh), or on those of one replica.
+            part: a slice; either all of these ranks have one, on this mesh or another, or one replica does.
         """
         ranks = part.ranks if part.ranks.count == self.count else self
         return ranks.holders(part.sharding)[0] == 0

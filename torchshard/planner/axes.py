@@ -20,7 +20,7 @@ from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
 from torchshard.planner.costs import Op
 
 WEIGHTS = "the weights"
-"""What the dims that weights bring are joined to."""
+"""The node to which the dims of weights are joined."""
 Tensors = Mapping[fx.Node, Sequence[fx.Node | None]]
 """Op -> its operands and results; None for results that nobody uses."""
 

@@ -72,7 +72,7 @@ FUSED = 1e-3
 """What the time of elementwise ops counts where they fuse with their neighbours: to divide them is worth no collective,
 but of two plans that send the same, the one with less work per rank is better."""
 BUCKETED = 4
-"""How many gradients share the latency of one message: those of two norms with weight and bias, as a layer has them."""
+"""Gradients that share the latency of one message: a layer's two norms have four, each a weight and a bias."""
 
 # --- reports ---------------------------------------------------------------------------------------------------------
 

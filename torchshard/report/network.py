@@ -1,4 +1,4 @@
-"""The network of costs in which a plan was found: the decisions, their states, and what they cost together.
+"""The network of decisions from which a plan was chosen, with their states and joint costs.
 
 network = network_of(plan)            an nx.Graph with states and tables, as planner.network describes it
 draw(network, "network.svg")          a picture; .dot for Graphviz

@@ -1,4 +1,4 @@
-"""Gradients of a sharded model beside those of the unsharded one."""
+"""Compares the gradients of a sharded model with the unsharded model's."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def why_not_through_memory() -> str:
 
 @functools.cache
 def default_backend() -> str:
-    """ "memory" where processes can communicate through it, or else "gloo"; TORCHSHARD_TEST_BACKEND overrides it."""
+    """The fastest backend of this machine: memory, or else gloo. TORCHSHARD_TEST_BACKEND overrides it."""
     return os.environ.get("TORCHSHARD_TEST_BACKEND") or ("gloo" if why_not_through_memory() else "memory")
 
 
