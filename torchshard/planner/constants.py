@@ -42,7 +42,7 @@ which ignore the number of states of a decision. For nine of ten models (2 and 6
 "weights" and "all") networkx's orders have 0.63 to 400 times our entries in all tables and save at most a millisecond,
 but finding both takes 10 to 80 ms: below this size they are not tried. Two layers of phi3 have a table of 18 million
 entries in our order (117 million on four ranks), which gives only a bound. Minimum fill-in has 0.42 (0.16) times our
-entries and solves them exactly: the plan has one collective fewer and is found in 1.8 s instead of 2.3 s."""
+entries and solves phi3 exactly: the plan has one collective fewer and is found in 1.8 s instead of 2.3 s."""
 NEIGHBOURHOOD = 48
 """Decisions that are solved together if a table would be too large: two thirds of the open decisions in a llama layer
 (77 after pruning), so a neighbourhood spans any value of a layer."""

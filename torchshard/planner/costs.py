@@ -240,7 +240,7 @@ class CostModel:
         return price
 
     def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent, Sent]:
-        """Returns the costs of a conversion: in forward, in its own backward, and if backward runs it again."""
+        """Returns the costs of a conversion: in forward, of its own backward, and of a repetition in backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
         back = self._sent(backward, value.gradient, target, source)

@@ -49,7 +49,7 @@ def primal_graph(scopes: Iterable[Sequence[str]]) -> nx.Graph:
 
 
 def apart(sizes: Sizes, scopes: Sequence[Scope]) -> list[list[int]]:
-    """Returns the numbers of the scopes in each component that can be solved separately; constants come last.
+    """Returns the scopes' numbers for each component that can be solved separately; constant scopes come last.
 
     Variables with one state do not connect components.
     """
@@ -180,7 +180,7 @@ class Elimination:
         self._rest = [f for f, scope in self._scopes.items() if not eliminated.intersection(scope)]
 
     def run(self, tables: Sequence[Table]) -> Solved:
-        """Eliminates the variables of tables, the factors' costs in the order of the scopes."""
+        """Runs the elimination on `tables`, the factors' costs in the order of the scopes."""
         held = [
             table.reshape([n for n, v in zip(table.shape, scope, strict=True) if v not in self._fixed])
             for table, scope in zip(tables, self._given, strict=True)

@@ -59,7 +59,7 @@ def search(
     """Returns the fastest plan within the budget, or the smallest plan if none fits.
 
     Args:
-        excess: the bytes by which a plan exceeds the limit; by default the bytes of weights are limited.
+        excess: returns the bytes by which a plan exceeds a limit; by default the bytes of weights are limited.
         fold: whether repeated blocks are planned once; the result costs the same.
 
     Raises:
@@ -138,7 +138,7 @@ def sweep_prices(
     Args:
         fits: whether a solution fits.
         smallest: the optimum at `MAX_PRICE`.
-        price: the first price to try, in seconds per byte.
+        price: the lowest price to try, in seconds per byte.
     """
     fast, small = solver.best(price), smallest
     optima = [(price, fast), (MAX_PRICE, small)]

@@ -38,7 +38,8 @@ class GraphConstraints:
     weights: bool = True
     """Whether dims of weights may be split; if not, every op that can split the batch does."""
     per_parameter: float | None = None
-    """Bytes of memory per byte of a trained parameter, with gradient and optimizer state; None: no memory limit."""
+    """Bytes of memory per byte of a trained parameter, with its gradient and optimizer state. None without a memory
+    limit: then only weights count."""
     trains: bool = True
     """Whether a step has a backward, so weights have gradients and optimizer states."""
     steady: bool = False
