@@ -44,14 +44,14 @@ COMPILER = "torch.compile"
 SUMS = "when gradients are summed"
 SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
 Purpose = Literal["a call", "a capture for example inputs"]
-"""Why a call is prepared. The ranks compare it, because a capture runs none of the graph's collectives."""
+"""Why a call is prepared. The ranks compare it, because a capture does not run the graph's collectives."""
 
 Sums = Literal["in its backward", "in a later one", "with those of earlier calls"]
 
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call whose arguments fit the model, as one rank sees it."""
+    """A call as one rank sees it; its arguments fit the model."""
 
     inputs: Leaves
     """The inputs in global shapes: tensors without memory replace carried slices and shards of the batch."""

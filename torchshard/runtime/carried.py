@@ -131,8 +131,7 @@ class CarriedSlice(Tensor):
         """Returns an op's row, its choice for the operands' layouts, and the full shape of its result.
 
         Raises:
-            InputError: the row has no choice for these layouts, or the result would be a partial
-            sum.
+            InputError: the row lacks a choice for these layouts, or the result is a partial sum.
         """
 
         def whole(value: Tensor) -> Tensor:
@@ -177,7 +176,7 @@ _READS = frozenset({"__get__", "size", "dim", "stride", "numel", "detach", "__re
 _WRITES = {torch.ops.aten.zero_.default, torch.ops.aten.mul_.Scalar}
 _SIZED = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
-"""Ops whose result is the same slice."""
+"""Ops that return the same slice."""
 
 
 def local_tensors(inputs: Leaves) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Compiles a rank's graphs with `torch.compile`.
 
 It compiles the graphs of a step, not `forward`: the ranks' verification can't be compiled, and
-captured graphs have no branches that break graphs. So each compiles in one piece, whether a user
-requests it by `ts.shard(..., compile=True)`, `model.compile()` or `torch.compile(model)`.
+captured graphs contain no branches. So each compiles in one piece, whether a user requests it by
+`ts.shard(..., compile=True)`, `model.compile()` or `torch.compile(model)`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchshard.weights.slice_values import SliceValue
 
 log = logging.getLogger("torchshard.runtime.compilation")
 CompileOptions = bool | Mapping[str, Any] | None
-"""True for torch.compile's defaults, or its keyword arguments; False or None to compile no graph."""
+"""True for torch.compile's defaults, or its keyword arguments; False or None disables compilation."""
 
 
 class Compiler:
@@ -66,8 +66,7 @@ class Compiler:
             devices: the devices of the model's tensors.
 
         Raises:
-            InputError: collectives would not run by NCCL, the only backend that a CUDA graph can
-            record.
+            InputError: collectives would not run by NCCL, which a CUDA graph requires.
         """
         gpus = [device for device in devices if device.type == "cuda"] if self._records_cuda_graphs else []
         if not gpus:
@@ -173,7 +172,7 @@ def _is_gathered_by_gloo(node: fx.Node) -> bool:
 
 
 def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None:
-    """Returns the error to raise instead of a compiler's, or of a compiled collective's; None for others."""
+    """Returns a clearer error for a failed compiler or compiled collective; None for other errors."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return CaptureError(
             "torch.compile can't compile this rank's graph",
@@ -187,7 +186,7 @@ def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None
 
 
 def _drawing_as_ever() -> AbstractContextManager[None]:
-    """Makes Inductor draw the same random numbers as PyTorch's ops; it does not by default."""
+    """A context in which Inductor draws the same random numbers as PyTorch's ops; by default it does not."""
     patched: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return patched
 

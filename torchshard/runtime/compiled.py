@@ -158,8 +158,7 @@ def compile_program(
     """Localizes a program's graph for this rank, and makes the collectives direct calls.
 
     Args:
-        key: the key of the call that the program was captured for; `model_call` is that call
-        without values.
+        key: the key of the call that was captured; `model_call` is that call without values.
         device: the device for the graph's constants.
     """
     program, graph = made.program, localized(made.graph, made.coordinate)
@@ -225,8 +224,7 @@ class GraphCache:
 
         Args:
             buffers: the model's tensors by name.
-            new: the conditions of a graph captured for the key, and the numbers for which it is
-            correct.
+            new: conditions of a graph captured for the key, and the numbers for which it is correct.
         """
         key = key._replace(numbers=())
         if new:
@@ -273,8 +271,7 @@ class GraphCache:
         """Checks that no call reads attributes that a call with another key assigns.
 
         Raises:
-            CaptureError: the new call reads an attribute that an earlier one assigns, or vice
-            versa.
+            CaptureError: the new call reads attributes that an earlier one assigns, or vice versa.
         """
         for other in self:
             assigned = tuple(dict.fromkeys(program.captured.assigned + other.program.captured.assigned))

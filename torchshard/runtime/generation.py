@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 
 _GENERATION = "transformers.generation."
-"""The package whose methods a shell runs."""
+"""The package with the methods that a shell runs."""
 _METHODS = frozenset({"generate", "can_generate"})
 """Methods that models may override, as Whisper does."""
 

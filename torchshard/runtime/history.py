@@ -124,7 +124,7 @@ class History:
         """
         compared = [name for name, t in tensors.items() if _is_compared(t) and t.is_floating_point()]
         self._whole = [name for name in compared if not isinstance(layouts.get(name), Shard)]
-        # a rank whose slice is empty takes the same turns as the others
+        # a rank with an empty slice takes the same turns as the others
         self._split = [name for name in tensors if isinstance(layouts.get(name), Shard) and distinct.get(name)]
 
     def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> HistorySnapshot:

@@ -32,7 +32,7 @@ class Due(NamedTuple):
 
 
 def keep(parameter: ShardedParameter, due: Due) -> None:
-    """Keeps a partial gradient, added to that of earlier calls."""
+    """Keeps a partial gradient; adds it to the one kept from earlier calls."""
     kept = parameter.unsummed.get(due.calls)
     parameter.unsummed = {**parameter.unsummed, due.calls: due.part if kept is None else kept + due.part}
 
@@ -79,7 +79,7 @@ def _begun(values: Sequence[Tensor], call: Call) -> Any:
 
 
 def _messages(values: Sequence[Tensor], calls: Sequence[Sequence[Call]]) -> Iterator[list[int]]:
-    """Yields the indices of values whose next calls run together: one all-reduce can sum them."""
+    """Yields groups of indices of values: one all-reduce can make the next call of each group."""
     equal: dict[object, list[int]] = {}
     for i, rest in enumerate(calls):
         if rest:

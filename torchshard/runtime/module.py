@@ -157,8 +157,7 @@ class ShardedModule(State, Notebook):
         """Splits a model.
 
         Args:
-            whole_batches: whether each rank passes the full batch, although the ranks split it, and
-            gets full results.
+            whole_batches: whether each rank passes the full batch, which the ranks split, and gets full results.
         """
         group, mesh = ranks.group, ranks.mesh.without_idle
 

@@ -69,7 +69,7 @@ class State(ShardedSubmodule):
         Args:
             layouts: the layouts of parameters and buffers over the model's axis, by name.
             of_batch: their layouts over each data axis, by the axis's name.
-            weights: values that replace those of the model.
+            weights: values that replace the model's.
             cut: False leaves all tensors without memory until `_fix_layouts` knows the slices.
         """
         super().__init__(model_without_storage(model))
@@ -211,8 +211,7 @@ class State(ShardedSubmodule):
         """Follows the user's replacements of tensors since the last call.
 
         Raises:
-            InputError: a new tensor has another shape than this rank's slice, or replaces only one
-            of tied tensors.
+            InputError: a new tensor has another shape than the slice, or replaces only one of tied tensors.
         """
         current = {name: entries.get(leaf) for name, (entries, leaf) in self._ts_slots.items()}
         is_same = all(map(operator.is_, current.values(), self._ts_tensors.values()))

@@ -82,8 +82,7 @@ class Step:
         """Makes the forward and backward graphs of a segment.
 
         Args:
-            written: the names of the buffers and parameters that the rank's graph writes to, in any
-            segment.
+            written: the names of buffers and parameters that any segment of the rank's graph writes to.
             unsummed: the groups over which the backward does not sum gradients of parameters.
         """
         self.ranks, self._local, self._runnable = ranks, local, runnable
@@ -118,7 +117,7 @@ class Step:
         return _sent(self.parts.forward) + _sent(self.parts.backward)
 
     def backward_for(self, given: Gradients) -> _Backward | None:
-        """Returns the backward for the results that received gradients; None if forward did not save enough for it.
+        """Returns the backward for the results that received gradients; None if forward saves too little for it.
 
         Arguments of other results only get None, not zeros: optimizers distinguish the two.
         """

@@ -74,7 +74,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
         self.__dict__["_ts_source"] = [source]  # in a list: `modules()` must not find it
         self.__dict__["_ts_assigned"] = set() if assigned is None else assigned
-        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, and not missing
+        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, not missing
             absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
             self.__dict__[entries].update(dict.fromkeys(absent))
 
@@ -272,7 +272,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         raise transform_error(self.source, "torch.jit.script", "script the unsharded model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copies a submodule with its model, which has put stand-ins for the source's tensors into `memo`."""
+        """Copies a submodule with its model, which has added stand-ins for the source's tensors to `memo`."""
         if any(id(tensor) not in memo for tensor in (*self.source.parameters(), *self.source.buffers())):
             raise InputError(
                 f"a {type(self.source).__name__} within a sharded model can't be copied by itself",

@@ -27,8 +27,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     collective call: all ranks must make it.
 
     Args:
-        model: a sharded model, or one with split modules of `torchshard.nn`; or the parameters of
-        such models.
+        model: a sharded model, one with split modules of `torchshard.nn`, or such models' parameters.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
 
     Returns:
