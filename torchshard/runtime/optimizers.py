@@ -55,7 +55,7 @@ class _StepObserver:
         self._sharded_from = WeakIdKeyDictionary()
         """A parameter of an unsharded model -> a weak reference to the model sharded from it."""
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that have passed the checks before their first step."""
+        """The optimizers that were checked before their first step, even if the check raised."""
         self._has_hooks = False
 
     def observe(self, model: StepCounter, source: nn.Module) -> None:
