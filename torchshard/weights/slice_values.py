@@ -151,11 +151,11 @@ class Slice(Placed):
     def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
         """Marks a tensor as a slice of this model.
 
-        Args:
-            in_place: the caller already references the tensor.
-
         Tensors with a `grad_fn` are marked in place too: `p.expand_as(p).grad_fn.next_functions` starts
         with the node that accumulates the parameter's gradient, and a new tensor would have its own node.
+
+        Args:
+            in_place: whether other code already references the tensor.
         """
         if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
@@ -169,7 +169,7 @@ class Slice(Placed):
             return Tensor.register_hook(self, registered)
 
     def check_hook(self) -> None:
-        """Raises InputError if a hook would also get gradients of earlier calls. A subclass overrides it."""
+        """Does nothing; a ShardedParameter raises InputError if it has gradients that are not summed yet."""
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """Returns a hook that calls `hook` with the gradient marked as a slice."""
@@ -234,7 +234,7 @@ class Slice(Placed):
         return SliceValue.sharing(detached, self) if is_marked else detached
 
     def ndimension(self) -> int:
-        """Like `Tensor.ndimension`; raises InputError if `torch.nn.init` calls it, before it draws."""
+        """Like `Tensor.ndimension`; raises InputError if `torch.nn.init` calls it to draw into a slice."""
         if self.is_split and called_from() == "torch.nn.init":
             self.refuse_drawing(f"torch.nn.init.{sys._getframe(1).f_code.co_name}")
         return self.dim()

@@ -43,7 +43,7 @@ PLACE = "_torchshard_place"
 
 
 def slice_place(name: str, of: Sharding, place: Place, whole: Sequence[int]) -> SlicePlace:
-    """Returns the place of the slice of the rank at `place` in the mesh."""
+    """Returns the place of a rank's slice; `place` is the rank's place in the mesh."""
     text, held = of.short_text, of.cuts(place) or (Cut(I, 0, 1),)
     if len(held) == 1:
         return name, text, held[0].rank, held[0].size, tuple(whole)
