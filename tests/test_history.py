@@ -113,7 +113,7 @@ def _large(odd: bool, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _trains_two(odd: bool) -> None:
-    """Trains two models, whose gradients differ, as two threads would, in a different order on one rank."""
+    """Trains two models with different gradients, and calls them in a different order on one rank, as threads might."""
     a, b = _made(), _made()
     for model, factor in ((a, 1.0), (b, 2.0)):
         (model(X).sum() * factor).backward()

@@ -124,7 +124,7 @@ UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 
 
 def _all(rank: int, names: list[str]) -> dict[str, str]:
-    time.sleep(2.5 * rank)  # longer than the time-out of a call, shorter than that at the start
+    time.sleep(2.5 * rank)  # longer than the time-out of a call, shorter than the one at the start
     tsd.init_process_group(timeout_seconds=2.0, start_seconds=60.0, collective_seconds=20.0)
     tsd.destroy_process_group()
     tsd.init_process_group(timeout_seconds=20.0)

@@ -323,7 +323,7 @@ def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
 
 
 def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
-    """On real ranks, the other ranks would wait for this one."""
+    """A backward that misses a collective on one rank raises; real ranks would wait for it."""
     model, made, inputs = _made("attention")
     trial = Trial(model, made.captured, flatten_call(model, inputs, {}), rng_states(()))
     graphs = rank_graphs(made.graph, MeshAxis(2))

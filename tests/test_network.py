@@ -64,7 +64,7 @@ def _dense(network: Network) -> tuple[Any, Any]:
 
 @given(st.integers(0, 10**6))
 def test_parts_that_are_solved_apart_are_together_the_best(seed: int) -> None:
-    """At any price of a byte, and up to the gap within a byte budget that the parts share."""
+    """Parts solved separately are optimal together, at any price of a byte, or up to the gap in a shared budget."""
     network = _drawn(seed)
     seconds, nbytes = _dense(network)
     solver = Solver(network)

@@ -166,7 +166,7 @@ def splits(row: Row, hints: Any = ()) -> list[str]:
 
 @pytest.mark.parametrize("major", [True, False])
 def test_a_dim_merged_with_a_dynamic_one(major: bool) -> None:
-    """In `(a b)`, b is split in a repeated pattern if a is dynamic; a can't be split if its unit b is."""
+    """In `(a b)`, b is split in a repeated pattern if a is dynamic; a can't be split if its unit b is dynamic."""
     n = sympy.Symbol("s0", integer=True, positive=True)
     a, b = (n, 4) if major else (4, n)
     merged, alone = bind("a b -> (a b)", [(a, b)], [(a * b,)]), bind("a b -> a b", [(a, b)], [(a, b)])
@@ -262,7 +262,7 @@ ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
 
 
 def test_a_size_for_an_axis_in_no_tensor_is_refused() -> None:
-    """Splitting it would count the full value once per rank."""
+    """If a factor in no tensor were split, the ranks would sum the full value once each."""
     assert bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2})
     with pytest.raises(RuleError, match="axis c is in no tensor"):
         bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2, "c": 1})

@@ -88,7 +88,7 @@ def test_every_pass_has_its_listing() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_a_bias_is_back_in_its_op_where_no_sum_comes_between(mode: Mode) -> None:
-    """Also for values without gradients: an input, and all values in inference."""
+    """Linear ops keep their bias unless a reduce comes between, also for values without gradients."""
     model, pins = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), {"0": "column", "2": "row"}
     plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),), mode=mode)
     shown = [op_name(node) for node in plan.graph.graph.nodes if node.op == "call_function"]

@@ -231,7 +231,7 @@ def _is_legal(op: Case) -> bool:
 
 
 def test_ops_of_a_transformer_split_a_dynamic_dim() -> None:
-    """Without a split, the test below would pass too."""
+    """The next test would also pass without any split, so this one requires splits."""
     wanted = {
         aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int,
         sdpa, aten.embedding.default, aten.add.Tensor, aten.gelu.default, aten.dropout.default, aten.mean.dim,

@@ -160,8 +160,7 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
     made = capture(model, (x.requires_grad_(),)).plan({"0": "column", "1": "row", "2": "column"}, 2).program
     backward = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0]).backward
-    # The sum for the gradient of 2's input overlaps with the product for 2's weight; the sum for x
-    # with the products for 1 and 0.
+    # The sum for 2's input gradient overlaps with the product for 2's weight; the sum for x with those for 1 and 0.
     assert _order(backward) == [
         *("product", "begin", "product", "wait"), *("product", "product", "begin", "product", "product", "wait"),
     ]  # fmt: skip
@@ -293,7 +292,7 @@ class _TwoUses(nn.Module):
 
 
 def test_a_backward_of_some_results_takes_what_the_forward_keeps() -> None:
-    """By itself, it would save the view; with the full step's values kept, it recomputes the view from its source."""
+    """By itself, a backward of one result would save the view; given the full step's values, it recomputes the view."""
     local = capture(_TwoUses(), (torch.randn(3, 12),)).plan({"up": "column"}, 2).program.local_graph_of(0)
     (segment,) = (part for part in segments(local) if len(part.results) == 2)
     whole, given = step_graphs(segment.graph), (True, False)
