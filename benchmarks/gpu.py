@@ -39,8 +39,8 @@ from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed.group import ALONE
-from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.ir.graph import hint, placeholders
+from torchshard.ops import OPS, Begin, wait
 from torchshard.passes import direct, localized
 from torchshard.plans.machine import objective
 from torchshard.runtime.compilation import Compiler

@@ -54,7 +54,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import is_collective
+from torchshard.ops import is_collective
 from torchshard.passes import localized
 from torchshard.testing import capture
 

@@ -18,12 +18,14 @@ PACKAGE = ROOT / "torchshard"
 
 ROOMS = [
     "__main__", "cli", "testing", "public", "api", "report", "checking", "checkpoints", "nn", "runtime", "compiler",
-    "passes", "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
+    "passes", "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "ops",
+    "core",
 ]  # fmt: skip
 """The rooms from the top down; each imports only rooms below it."""
 
 FORBIDDEN = {
     "core": ["torch.distributed", "torch.fx"],
+    "ops": ["torch.distributed"],
     "rules": ["torch.distributed", "torch.fx"],
     "planner": ["torch.distributed"],
     "passes": ["torch.distributed"],
@@ -71,6 +73,17 @@ def test_every_module_is_in_a_room() -> None:
 def test_a_room_imports_only_rooms_below_it(module: str) -> None:
     above = ROOMS[: ROOMS.index(_room(module))]
     assert not [other for other in _ours(MODULES[module]) if _room(other) in above]
+
+
+WITHOUT_RANKS = ROOMS[ROOMS.index("compiler") :]
+"""The rooms that make graphs, apart from those that hold or send values; they need no process group."""
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if _room(m) in WITHOUT_RANKS])
+def test_making_a_graph_needs_no_ranks(module: str) -> None:
+    """Collectives are declared in `ops`; `distributed` registers their kernels."""
+    holds_values = _room(module) in ("weights", "distributed")
+    assert holds_values or not [other for other in _ours(MODULES[module]) if _room(other) == "distributed"]
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

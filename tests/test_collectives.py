@@ -22,7 +22,8 @@ from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.core.mesh import simulated_name
 from torchshard.distributed.group import lookup
-from torchshard.distributed.ops import direct, hashable
+from torchshard.distributed.ops import direct
+from torchshard.ops import hashable
 from torchshard.testing import run_ranks
 
 Case = tuple[str, Layout, Layout, tuple[int, ...]]

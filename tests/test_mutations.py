@@ -29,8 +29,8 @@ from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
 from torchshard.distributed import kernels
-from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, fake_mode, faking, results_of
+from torchshard.ops import OPS
 from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine
 from torchshard.runtime import step

@@ -18,9 +18,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from torchshard.distributed.group import lookup
-from torchshard.distributed.ops import OPS, Begin, OpArgs, hashable, wait
 from torchshard.ir.graph import hint, is_float, is_view, is_weight, nbytes, placeholders, results_of, values
+from torchshard.ops import OPS, Begin, OpArgs, hashable, kernels, wait
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
@@ -123,12 +122,12 @@ def _moved_by(begin: fx.Node) -> _Moved:
 def _moved(begin: object, args: OpArgs, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> _Moved:
     """Runs a collective's kernel on a meta tensor; cached, because layers send equal tensors."""
     assert isinstance(begin, Begin)
-    operand, group = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), lookup(str(args[-1]))
-    made = begin.part(operand, group, args)
+    operand = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    made = begin.part(operand, args)
     if isinstance(made, Tensor):
         taken, result = [made], made
     else:
-        taken = [made.sent, received := made.received(group.size)]
+        taken = [made.sent, received := made.received(kernels().lookup(str(args[-1])).size)]
         result = made.result(received)
     held = {tensor.untyped_storage()._cdata: tensor for tensor in taken}  # an all-reduce receives in place
     of_operand, of_result = (tensor.untyped_storage()._cdata for tensor in (operand, result))

@@ -1,4 +1,4 @@
-"""Operators for graphs that send rows to the ranks of their experts, and back.
+"""Kernels of the operators that send rows to the ranks of their experts, and back.
 
     dispatch(x, sent, received, rows, group)     f32[6,8] -> f32[u,8]     each expert's rows, of all ranks
     combine(x, sent, received, rows, group)      f32[u,8] -> f32[6,8]     the rows as they were
@@ -18,18 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
-from torchshard.core.layouts import local_size, type_text
+from torchshard.core.layouts import type_text
 from torchshard.distributed.consistency import note_unverified, running_call, verify_following_call
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import Exchange, begun, dense, refuse_simulated
-
-Size = int | torch.SymInt
-
-
-def experts_of_ranks(experts: int, ranks: int) -> list[int]:
-    """Returns each rank's number of experts, by `torch.chunk`'s rule."""
-    return [local_size(((experts, 1),), rank, ranks) for rank in range(ranks)]
+from torchshard.ops import COMBINE, DISPATCH, experts_of_ranks
+from torchshard.ops.declared import LIBRARY, Size
 
 
 def _numbers(sent: Tensor, received: Tensor, group: Group) -> tuple[list[int], list[int]]:
@@ -72,31 +68,11 @@ def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, g
     return x.clone() if group.size == 1 else begun(kernel(x, sent, received, group), group).wait()
 
 
-def _some_rows(x: Tensor) -> Size:
-    """Returns a new dynamic size, equal to no other; its example value is `x`'s number of rows."""
-    shapes = getattr(torch.library.get_ctx(), "_shape_env", None)
-    size = x.shape[0]
-    if shapes is None or isinstance(size, int):
-        return size
-    # these imports take seconds; the capture has done them before
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
+def _register(op: OpOverload[..., Any], dual: OpOverload[..., Any], kernel: Kernel) -> None:
+    name, dual_name = (each._schema.name.partition("::")[2] for each in (op, dual))
 
-    number, source = size.node.hint, ConstantSource(f"rows of experts {len(shapes.var_to_range)}")
-    symbol = shapes.create_symbol(number, source, DimDynamic.DYNAMIC)
-    found: torch.SymInt = shapes.create_symintnode(symbol, hint=number)
-    return found
-
-
-_SCHEMA = "(Tensor x, Tensor sent, Tensor received, SymInt? rows, str group) -> Tensor"
-
-
-def _define(name: str, dual: str, kernel: Kernel, *tags: torch.Tag) -> None:
     def run(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) -> Tensor:
         return _run(name, kernel, x, sent, received, lookup(group))
-
-    def fake(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) -> Tensor:
-        return x.new_empty(_some_rows(x) if rows is None else rows, *x.shape[1:])
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, sent, received, _, group = inputs
@@ -105,19 +81,18 @@ def _define(name: str, dual: str, kernel: Kernel, *tags: torch.Tag) -> None:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call and not torch.is_grad_enabled():
-            note_unverified(lookup(ctx.group), f"backward of {ctx.call}: {dual}")
-        op = getattr(torch.ops.torchshard, dual).default
-        return op(grad, *ctx.saved_tensors, ctx.rows, ctx.group), None, None, None, None
+            note_unverified(lookup(ctx.group), f"backward of {ctx.call}: {dual_name}")
+        return dual(grad, *ctx.saved_tensors, ctx.rows, ctx.group), None, None, None, None
 
-    op = torch.library.custom_op(f"torchshard::{name}", run, mutates_args=(), schema=_SCHEMA, tags=tags)
-    op.register_fake(fake)
-    op.register_autograd(backward, setup_context=setup)
+    LIBRARY.impl(op, run, "CompositeExplicitAutograd")
+    torch.library.register_autograd(op, backward, setup_context=setup, lib=LIBRARY)
 
 
-_define("dispatch", "combine", _dispatch, torch.Tag.dynamic_output_shape)
-_define("combine", "dispatch", _combine)
-
-DISPATCH = torch.ops.torchshard.dispatch.default
-COMBINE = torch.ops.torchshard.combine.default
 KERNELS: dict[object, Kernel] = {DISPATCH: _dispatch, COMBINE: _combine}
 """Operator -> the kernel that computes a rank's exchange."""
+
+
+def register_experts() -> None:
+    """Registers the kernels and the gradients of `dispatch` and `combine`."""
+    _register(DISPATCH, COMBINE, _dispatch)
+    _register(COMBINE, DISPATCH, _combine)

@@ -1,45 +1,32 @@
-"""Defines the conversions as PyTorch operators, `torch.ops.torchshard.*`, for nodes of graphs.
+"""Registers the kernels and the gradients of the collectives' operators (`torchshard.ops`).
 
-Each row of `conversions.TABLE` generates one operator: the kernel runs the row, the fake kernel
-computes shapes from the layouts, and the backward is the row's dual. An operator takes the name of
-a group, because a graph with a process group could not be printed, saved or exported.
-
-    copy(x, group)      gather(x, dim, parts, group)      all_to_all(x, dim, parts, to_dim, to_parts, group)
+The kernel of an operator runs its row of the table, and its backward is the row's dual.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
-from torchshard.core.conversions import ROUNDS, TABLE, Conversion, source_and_target
-from torchshard.core.layouts import Shard, local_shape, whole_shape, with_parts
+from torchshard.core.conversions import TABLE, Conversion
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
-from torchshard.distributed.experts import COMBINE, DISPATCH
+from torchshard.distributed.experts import register_experts
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.kernels import Exchange, own_part, reduced, start
-from torchshard.distributed.wire import Handle, Pending
+from torchshard.distributed.kernels import functional, functional_max, own_part, reduced, start
+from torchshard.distributed.process_groups import cpu_backend
+from torchshard.distributed.wire import Handle
+from torchshard.ops import OPS, SENDING, Kernels, Op, OpArgs, hashable, layouts_of, register_kernels
+from torchshard.ops.declared import ALL_REDUCE_MAX, LIBRARY
 
-_ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
-OpArgs = tuple[int | str | tuple[int, ...], ...]
-"""An operator's arguments after the tensor: dims, parts, and finally the group's name."""
-Op = OpOverload[..., Tensor]
-OPS: dict[object, Conversion] = {}
-"""Operator -> its row of the table."""
 _OPERATORS: dict[object, Op] = {}
 """A function that runs a collective without its operator -> the operator."""
 PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
 """Tensor classes that no tracer wraps; `weights.parameter` adds the class of sharded parameters."""
-
-
-_source_and_target = functools.lru_cache(maxsize=4096)(source_and_target)
 
 
 def _group(args: Sequence[object]) -> Group:
@@ -52,13 +39,8 @@ def _run(row: Conversion, x: Tensor, args: OpArgs, of: str = "", *, eager: bool 
     Args:
         of, eager: see `kernels.start`.
     """
-    source, target = _source_and_target(row.name, args)
+    source, target = layouts_of(row.name, args)
     return start(row.kernel, x, source, target, _group(args), of, eager=eager).wait()
-
-
-def hashable(args: Sequence[int | str | Sequence[int]]) -> OpArgs:
-    """Returns an operator's arguments after the tensor, with tuples instead of lists."""
-    return tuple(tuple(a) if isinstance(a, (list, tuple)) else cast(int | str, a) for a in args)
 
 
 class _Origin(NamedTuple):
@@ -87,10 +69,6 @@ def _gradient(row: Conversion, grad: Tensor, args: OpArgs, origin: _Origin) -> T
     if origin.model_call and sends:
         note_unverified(_group(args), f"backward of {origin.model_call}: {dual.name}")
     return _run(dual, grad, args, origin.site, eager=sends and not origin.model_call)
-
-
-SENDING = frozenset(ROUNDS)
-"""The kernels that communicate."""
 
 
 class _Direct(torch.autograd.Function):
@@ -142,7 +120,7 @@ def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
     """Starts a collective; the handle's wait returns the operator's result."""
     row, grad_enabled = OPS[op], torch.is_grad_enabled()
     x = x.clone()  # the caller may change its tensor while the collective runs
-    pending = start(row.kernel, x.detach(), *_source_and_target(row.name, args), _group(args))
+    pending = start(row.kernel, x.detach(), *layouts_of(row.name, args), _group(args))
 
     def result() -> Tensor:
         with torch.set_grad_enabled(grad_enabled):  # the caller may wait in another grad mode
@@ -151,63 +129,17 @@ def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
     return Handle(pending, result)
 
 
-@dataclass(frozen=True)
-class Begin:
-    """The target of a node that begins a collective without gradients; a `wait` node ends it."""
-
-    op: OpOverload[..., object]
-    in_place: bool
-    """Whether the result reuses the operand's memory, as an all-reduce can."""
-    __module__: str = __name__
-
-    @property
-    def __name__(self) -> str:
-        """The name in a graph's code and in listings."""
-        return f"begin_{OPS[self.op].name}"
-
-    def __call__(self, x: Tensor, *args: int | str | Sequence[int]) -> Pending:
-        own = hashable(args)
-        return start(self._kernel, x, *_source_and_target(OPS[self.op].name, own), _group(own))
-
-    @property
-    def _kernel(self) -> str:
-        kernel = OPS[self.op].kernel
-        return f"{kernel}_" if self.in_place else kernel
-
-    def part(self, x: Tensor, group: Group, args: OpArgs) -> Tensor | Exchange:
-        """Returns the rank's part of the collective without sending it."""
-        return own_part(self._kernel, x, *_source_and_target(OPS[self.op].name, args), group)
-
-
-def wait(pending: Pending) -> Tensor:
-    """Returns the result of a collective that was begun."""
-    return pending.wait()
-
-
 def unwrapped(target: object) -> object:
     """Returns the collective that a target runs (operator, `Begin` or `wait`), or the target."""
     target = getattr(target, "__wrapped__", target)
     return _OPERATORS.get(target, target)
 
 
-def communicates(target: object) -> bool:
-    """Returns whether a node's target is a collective that sends data."""
-    return target in OPS and OPS[target].kernel in SENDING
-
-
-def _define(row: Conversion) -> None:
-    """Registers the operator of a row."""
-    shards = [row.source, row.target].count(Shard)
+def _register(op: Op, row: Conversion) -> None:
+    """Registers the kernel and the gradient of an operator of the table."""
 
     def kernel(x: Tensor, *args: int | str | list[int]) -> Tensor:
         return _run(row, x, hashable(args))
-
-    def fake(x: Tensor, *args: int | str | list[int]) -> Tensor:
-        if row.kernel == "none":
-            return torch.empty_like(x)
-        group = _group(args)
-        source, target = with_parts(*source_and_target(row.name, args), x.shape, group.size)
-        return x.new_empty(local_shape(whole_shape(x.shape, source), target, group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.args = hashable(inputs[1:])
@@ -216,42 +148,28 @@ def _define(row: Conversion) -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (_gradient(row, grad, ctx.args, ctx.origin), *[None] * len(ctx.args))
 
-    name = f"torchshard::{row.name}"
-    op = torch.library.custom_op(
-        name, kernel, mutates_args=(), schema=f"(Tensor x, {_ARGS[shards]}str group) -> Tensor"
-    )
-    op.register_fake(fake)
-    op.register_autograd(backward, setup_context=setup)
-    OPS[getattr(torch.ops.torchshard, row.name).default] = row
+    LIBRARY.impl(op, kernel, "CompositeExplicitAutograd")
+    torch.library.register_autograd(op, backward, setup_context=setup, lib=LIBRARY)
 
 
-for _row in TABLE.values():
-    _define(_row)
+for _op, _row in OPS.items():
+    _register(cast(Op, _op), _row)
 
 
-@torch.library.custom_op("torchshard::all_reduce_max", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
-def all_reduce_max(x: Tensor, group: str) -> Tensor:
-    """Returns the elementwise maximum over the ranks, on every rank; it has no gradient."""
+def _all_reduce_max(x: Tensor, group: str) -> Tensor:
     return reduced(x, dist.ReduceOp.MAX, lookup(group))
 
 
-@all_reduce_max.register_fake
-def _(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default, DISPATCH, COMBINE])
-"""The operators of the table, `all_reduce_max`, `dispatch` and `combine`.
-
-Some operators of the table send nothing, but their backward does.
-"""
-
-
-def is_collective(target: object) -> bool:
-    """Returns whether a node's target is one of `COLLECTIVES`."""
-    return target in COLLECTIVES
-
-
-def is_or_begins_collective(target: object) -> bool:
-    """Returns whether a node's target is one of `COLLECTIVES`, or begins one."""
-    return is_collective(target) or isinstance(target, Begin)
+register_experts()
+LIBRARY.impl(ALL_REDUCE_MAX, _all_reduce_max, "CompositeExplicitAutograd")
+register_kernels(
+    Kernels(
+        lookup=lookup,
+        start=lambda kernel, x, source, target, name: start(kernel, x, source, target, lookup(name)),
+        own_part=lambda kernel, x, source, target, name: own_part(kernel, x, source, target, lookup(name)),
+        functional=lambda kernel, x, source, target, name: functional(kernel, x, source, target, lookup(name)),
+        functional_max=lambda x, name: functional_max(x, lookup(name)),
+        computing=computing,
+        cpu_backend=cpu_backend,
+    )
+)

@@ -59,7 +59,7 @@ from torchshard.core.notation import Choice, Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.distributed.ops import is_collective
+from torchshard.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
 from torchshard.rules.pointwise import CASTS
 

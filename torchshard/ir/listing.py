@@ -16,10 +16,10 @@ from torch import fx
 
 from torchshard.core.columns import GAP, paragraph, terminal_width
 from torchshard.core.paths import is_part
-from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, converted, typed
 from torchshard.ir.graph import op_name
 from torchshard.ir.sizes import Names, size_names
+from torchshard.ops import OPS, Begin, is_collective, is_or_begins_collective
 
 
 def _argument(value: object) -> str:

@@ -21,7 +21,8 @@ from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice, Row
 from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import Group
-from torchshard.distributed.ops import direct, hashable
+from torchshard.distributed.ops import direct
+from torchshard.ops import hashable
 from torchshard.rules.registry import RULES, Call, TensorType
 
 

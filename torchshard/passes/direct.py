@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.core.fakes import new_fake_mode
 from torchshard.custom_ops.carry import CARRY
-from torchshard.distributed.ops import OPS, Begin, computing, wait
 from torchshard.ir.graph import duplicate, faking, in_numbers, is_tensor, reads_memory, uses_rng
 from torchshard.ir.listing import purpose
+from torchshard.ops import OPS, Begin, kernels, wait
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(node_arg(node))
             copied.graph.erase_node(node)
         elif node.target in OPS:
-            node.target = _traced(computing(node.target), node)
+            node.target = _traced(kernels().computing(node.target), node)
         elif isinstance(node.target, Begin):
             (waiting,) = node.users
             node.target = _traced(node.target, waiting)

@@ -21,7 +21,6 @@ from torchshard.core.choices import replacement_on
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import (
     ORIGIN,
     drop_dead_code,
@@ -35,6 +34,7 @@ from torchshard.ir.graph import (
     record_local,
     values,
 )
+from torchshard.ops import OPS
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT

@@ -23,10 +23,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchshard.core.conversions import source_and_target
-from torchshard.distributed.group import lookup
-from torchshard.distributed.kernels import functional, functional_max
-from torchshard.distributed.ops import OPS, Begin, communicates, is_collective
 from torchshard.ir.graph import fake_mode, faking, name_after, placeholders, results_of
+from torchshard.ops import OPS, Begin, communicates, is_collective, kernels
 from torchshard.passes.nodes import node_arg, replace_node
 from torchshard.passes.record import value_type
 
@@ -64,11 +62,11 @@ def _traced(node: fx.Node, op: object, traced: Traced) -> fx.Graph:
 
 def _computed(op: object, args: Sequence[Any], x: Tensor) -> list[Tensor]:
     """The computation of a collective's operator, in functional collectives."""
-    group = lookup(args[-1])
+    group, run = args[-1], kernels()
     if op not in OPS:
-        return [WAIT(functional_max(x, group))]
+        return [WAIT(run.functional_max(x, group))]
     row = OPS[op]
-    under_way, result = functional(row.kernel, x, *source_and_target(row.name, args), group)
+    under_way, result = run.functional(row.kernel, x, *source_and_target(row.name, args), group)
     return [result(WAIT(under_way) if communicates(op) else under_way)]
 
 

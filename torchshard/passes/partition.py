@@ -24,7 +24,6 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from torchshard.distributed.ops import communicates
 from torchshard.ir.graph import (
     drop_dead_code,
     empty_module,
@@ -36,6 +35,7 @@ from torchshard.ir.graph import (
     writes,
     written_state,
 )
+from torchshard.ops import communicates
 from torchshard.passes.nodes import behind_needs, node_arg, read_by
 from torchshard.passes.record import Gradients, sizes_found
 from torchshard.passes.unsummed import Part

@@ -34,7 +34,6 @@ from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.mesh import simulated
-from torchshard.distributed.experts import DISPATCH
 from torchshard.ir.graph import (
     Mode,
     Size,
@@ -48,6 +47,7 @@ from torchshard.ir.graph import (
     size_expr,
     values,
 )
+from torchshard.ops import DISPATCH
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import upstream
 

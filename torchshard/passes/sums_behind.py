@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, uses_rng, writes
+from torchshard.ops import Begin, wait
 from torchshard.passes.nodes import behind_needs, upstream
 
 aten = torch.ops.aten

@@ -24,7 +24,6 @@ from torchshard.core.choices import choices
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.experts import EXPERT_COUNTS, FROM_EXPERTS, TO_EXPERTS
-from torchshard.distributed.experts import experts_of_ranks
 from torchshard.ir.graph import (
     before_casts,
     call_of,
@@ -37,6 +36,7 @@ from torchshard.ir.graph import (
     operands,
     size_expr,
 )
+from torchshard.ops import experts_of_ranks
 from torchshard.passes.nodes import node_arg
 from torchshard.passes.own_order import own_order_choice
 from torchshard.plans.data import AxisPlan

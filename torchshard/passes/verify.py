@@ -28,7 +28,6 @@ from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError, RuleError
 from torchshard.core.layouts import Layout, Shard, canonical, dual
 from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import OPS, is_or_begins_collective
 from torchshard.ir.axes import axes_of, typed_as
 from torchshard.ir.graph import (
     fake_mode,
@@ -42,6 +41,7 @@ from torchshard.ir.graph import (
     where,
 )
 from torchshard.ir.sizes import size_names
+from torchshard.ops import OPS, is_or_begins_collective
 from torchshard.passes.annotate import legal_choices, serves
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from torchshard.distributed.ops import is_collective
 from torchshard.ir.buckets import summed_dtype
 from torchshard.ir.graph import emit, is_tensor
+from torchshard.ops import is_collective
 from torchshard.passes.nodes import node_arg
 from torchshard.rules.pointwise import CASTS
 

@@ -21,9 +21,8 @@ from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
 from torchshard.core.notation import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.distributed.experts import COMBINE, DISPATCH
-from torchshard.distributed.ops import OPS, is_collective
 from torchshard.ir.graph import fake_mode, faking, hint, operands, record_local
+from torchshard.ops import COMBINE, DISPATCH, OPS, is_collective
 
 
 @dataclass(frozen=True)

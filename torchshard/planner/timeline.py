@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight
+from torchshard.ops import is_collective
 from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.data import Collective, Sent
 

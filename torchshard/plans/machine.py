@@ -219,10 +219,9 @@ def objective(
             why="only values that a backward needs are kept, or computed again",
             attempt="without recompute=",
         )
-    # imported here: the command line reads machine names without process groups
-    from torchshard.distributed.process_groups import cpu_backend
+    from torchshard.ops import kernels  # imported here: the command line reads machine names without torch
 
-    default = MACHINES[f"cpu-{cpu_backend()}" if device == "cpu" else "h100x8"]
+    default = MACHINES[f"cpu-{kernels().cpu_backend()}" if device == "cpu" else "h100x8"]
     found = default if machine is None else read_machine(machine)
     given: Any = () if recompute is None else recompute
     globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)

@@ -33,7 +33,8 @@ from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.modules import named_tensors, storage_id
 from torchshard.core.user_files import warn
 from torchshard.distributed.group import Group
-from torchshard.distributed.ops import direct, hashable
+from torchshard.distributed.ops import direct
+from torchshard.ops import hashable
 
 _OPS = torch.ops.torchshard
 

@@ -21,11 +21,10 @@ from torchshard.core.conversions import kernels
 from torchshard.core.errors import CaptureError, InputError
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.distributed.experts import DISPATCH
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.handshake import collective_failed
-from torchshard.distributed.ops import OPS, SENDING, Begin
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
+from torchshard.ops import DISPATCH, OPS, SENDING, Begin
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg
 from torchshard.weights.slice_values import SliceValue

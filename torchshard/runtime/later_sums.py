@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.distributed.wire import Pending
+from torchshard.ops import OPS, Begin, wait
 from torchshard.passes import Call
 from torchshard.weights.parameter import ShardedParameter
 

@@ -23,8 +23,9 @@ from torchshard.core.layouts import R, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.ops import direct, hashable
+from torchshard.distributed.ops import direct
 from torchshard.distributed.wire import collective
+from torchshard.ops import hashable
 from torchshard.plans.machine import Machine
 
 _OPS = torch.ops.torchshard

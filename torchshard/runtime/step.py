@@ -27,10 +27,11 @@ from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
 from torchshard.distributed.group import Group
-from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
+from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_state
+from torchshard.ops import OPS, Begin, hashable
 from torchshard.passes import (
     Gradients,
     Part,

@@ -6,7 +6,7 @@ from torch import fx
 
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.conversions import Conversion
-from torchshard.distributed.ops import OPS, Begin, wait
+from torchshard.ops import OPS, Begin, wait
 from torchshard.plans.plan import Plan
 from torchshard.report.explain import rank_graph
 

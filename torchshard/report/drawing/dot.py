@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from torchshard.distributed.ops import is_or_begins_collective
+from torchshard.ops import is_or_begins_collective
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 

@@ -20,9 +20,9 @@ from torch import fx
 from torchshard.core.conversions import kernels
 from torchshard.core.paths import is_part, layer_of
 from torchshard.custom_ops.whole import entry
-from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
 from torchshard.ir.listing import is_within
+from torchshard.ops import is_collective
 from torchshard.planner.costs import LOOKUPS, PRODUCTS
 from torchshard.plans.plan import Plan
 from torchshard.report.times import shares

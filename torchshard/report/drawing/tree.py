@@ -14,9 +14,9 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences, star_node
-from torchshard.distributed.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import is_view, op_name
+from torchshard.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.planner.styles import style_of
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text, time_text
