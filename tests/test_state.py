@@ -216,8 +216,8 @@ def _looks_within_steps(rank: int) -> list[int]:
     for made in (torch.optim.SGD, torch.optim.AdamW, _Mine):
         step = made(sharded.parameters(), 0.1).step
         step()  # the first step also marks the new states
-        caller = sys.modules["torchshard.weights.slice_values"].caller
-        with mock.patch("torchshard.weights.slice_values.caller", wraps=caller) as asked:
+        caller = sys.modules["torchshard.weights.local_slice"].caller
+        with mock.patch("torchshard.weights.local_slice.caller", wraps=caller) as asked:
             step()
         looks.append(asked.call_count)
     return looks
