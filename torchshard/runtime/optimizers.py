@@ -57,7 +57,7 @@ class _StepObserver:
         self._sharded_from = WeakIdKeyDictionary()
         """A parameter of an unsharded model -> a weak reference to the model sharded from it."""
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that were checked before their first step, even if the check raised."""
+        """The optimizers that passed the checks before their first step."""
         self._has_hooks = False
 
     def observe(self, model: StepCounter, source: nn.Module) -> None:
@@ -74,8 +74,8 @@ class _StepObserver:
         self._check_trained(optimizer, [p for p in parameters if p in self._sharded_from])
         slices = [p for p in parameters if isinstance(p, ShardedParameter)]
         if optimizer not in self._checked:
-            self._checked.add(optimizer)
             _before_first_step(optimizer, slices) if slices else _check_unsharded(optimizer)
+            self._checked.add(optimizer)  # after the checks: a step after a caught error is checked again
         if not slices:
             return
         with unwatched():
