@@ -598,7 +598,7 @@ FAULTS = (
     ),
     Fault(
         "norms of slices pass for those of wholes",
-        "weights/slice_values.py",
+        "weights/over_ranks.py",
         "joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)",
         "joined = powers",
         "tests/test_state.py tests/test_state_parts.py tests/test_habits.py tests/test_habits_told.py",
@@ -718,7 +718,7 @@ FAULTS = (
     ),
     Fault(
         "of ranks with the same slice each counts for PyTorch's norm",
-        "weights/slice_values.py",
+        "weights/over_ranks.py",
         ".where(counts, 0.0)",
         "",
         "tests/test_meshes.py tests/test_mesh_ranks.py -k whole_batch",

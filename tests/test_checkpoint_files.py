@@ -32,9 +32,10 @@ from torchshard.core.sharding import Sharding
 from torchshard.distributed.objects import decode, encode
 from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
+from torchshard.weights.local_slice import LocalSlice, mark_copies
+from torchshard.weights.place import PLACE
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
-from torchshard.weights.state_slices import PLACE, StateSlice, mark_copies
 
 
 def _file(folder: Path, name: str = "0-of-1.safetensors") -> Path:
@@ -140,7 +141,7 @@ def test_a_broken_checkpoint_changes_nothing(kind: str, saved: Path) -> None:
 
 
 def _half() -> Tensor:
-    return StateSlice.of(torch.ones(2), ("w", "S(0)", 0, 2, (4,)))
+    return LocalSlice.stored(torch.ones(2), ("w", "S(0)", 0, 2, (4,)))
 
 
 UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -180,8 +181,8 @@ def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def _slice() -> StateSlice:
-    return StateSlice.of(torch.arange(6.0).reshape(3, 2), ("w", "S(0; 2+4)", 1, 2, (6, 2)))
+def _slice() -> LocalSlice:
+    return LocalSlice.stored(torch.arange(6.0).reshape(3, 2), ("w", "S(0; 2+4)", 1, 2, (6, 2)))
 
 
 def test_a_slice_says_where_its_pieces_lie() -> None:
@@ -196,7 +197,7 @@ def test_a_slice_says_where_its_pieces_lie() -> None:
 
 
 def test_an_empty_slice_has_no_pieces() -> None:
-    local = StateSlice.of(torch.empty(0, 2), ("w", "S(0)", 3, 4, (2, 2)))
+    local = LocalSlice.stored(torch.empty(0, 2), ("w", "S(0)", 3, 4, (2, 2)))
     assert local.__create_chunk_list__() == [] == local.__create_write_items__("w", local)
 
 
@@ -204,7 +205,7 @@ def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_shard
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sent = ForkingPickler.loads(ForkingPickler.dumps(_slice()))
-    assert isinstance(sent, StateSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
+    assert isinstance(sent, LocalSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
     held = io.BytesIO()
     torch.save(_slice(), held)
     for with_models in (False, True):
@@ -212,7 +213,7 @@ def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_shard
         if with_models:
             mark_copies()
         held.seek(0)
-        assert type(torch.load(held)) is (StateSlice if with_models else Tensor)
+        assert type(torch.load(held)) is (LocalSlice if with_models else Tensor)
 
 
 @settings(max_examples=60, deadline=None)

@@ -204,7 +204,7 @@ def _whole_step(rank: int) -> dict[str, float]:
         _steps(torch.compile(train, backend="aot_eager") if compiled else train)
         _steps(train, 1)
     states = [state["momentum_buffer"] for p, state in optimizer.state.items() if p.is_split]
-    assert states and all(type(state).__name__ == "SliceValue" for state in states)
+    assert states and all(type(state).__name__ == "LocalSlice" for state in states)
     whole = sharded.full_state_dict()
     for name, parameter in model.named_parameters():
         found[name] = float((whole[name] - parameter.detach()).abs().max())

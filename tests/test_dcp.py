@@ -139,7 +139,7 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     states = fresh.state_dict()["state"]
     split = [i for i, p in enumerate(p for g in fresh.param_groups for p in g["params"]) if p.is_split]
     dist.barrier()
-    return [all(type(states[i]["exp_avg"]).__name__ == "StateSlice" for i in split), bool(split)]
+    return [all(type(states[i]["exp_avg"]).__name__ == "LocalSlice" for i in split), bool(split)]
 
 
 @pytest.mark.nightly

@@ -27,8 +27,8 @@ from torchshard.core.sharding import Sharding
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.following import Lost, SliceType, follow
+from torchshard.weights.local_slice import LocalSlice
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import Slice, SliceValue
 
 PARTS = 20
 """The number of tests into which the sweep is divided, for each number of ranks."""
@@ -50,12 +50,12 @@ class Held(NamedTuple):
         axis = MeshAxis(self.ranks)
         return Sharding.of((axis, S(self.dim))).local(whole, {axis.name: self.rank}).detach().clone()
 
-    def marked(self, whole: Tensor, *, in_place: bool) -> Slice:
+    def marked(self, whole: Tensor, *, in_place: bool) -> LocalSlice:
         """The rank's slice as a parameter, or as its `.data`, which may be written to."""
         group = Ranks(Group(self.rank, self.ranks, simulated=True))
         of = Sharding.of((MeshAxis(self.ranks), S(self.dim)))
         parameter = ShardedParameter.of(self.slice_of(whole), of, group, "weight", whole.shape)
-        return SliceValue.sharing(parameter.plain.detach(), parameter) if in_place else parameter
+        return LocalSlice.sharing(parameter.plain.detach(), parameter) if in_place else parameter
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -73,7 +73,7 @@ def _equal(own: Tensor, expected: Tensor) -> bool:
 
 def _is_right(own: Tensor, whole: Tensor) -> bool:
     """Whether a rank's tensor is the full one, or the slice of it that its mark describes."""
-    if not isinstance(own, Slice) or not own.is_split:
+    if not isinstance(own, LocalSlice) or not own.is_split:
         return _equal(own, whole)
     return own.whole == tuple(whole.shape) and _equal(own, own.sharding.local(whole, own.ranks.place))
 

@@ -42,7 +42,7 @@ from torchshard.core.sharding import UNSHARDED, Cut, Sharding
 from torchshard.core.sharding import local_shape as local_shape_of
 from torchshard.weights.boxes import Box, overlaps
 from torchshard.weights.boxes import pieces as pieces_of_boxes
-from torchshard.weights.state_slices import held_at, is_same_slice, slice_place
+from torchshard.weights.place import held_at, is_same_slice, slice_place
 
 pytestmark = pytest.mark.quick
 

@@ -33,9 +33,8 @@ from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizers import check_class_of_slices, is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
+from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import Slice, unwatched
-from torchshard.weights.state_slices import StateSlice
 
 OptimizerState = dict[str, dict[str, object]]
 """Name of a parameter -> an optimizer's state for it, by name."""
@@ -64,11 +63,9 @@ class Item(NamedTuple):
     @classmethod
     def of(cls, value: Tensor) -> Item:
         """Returns the item of a tensor in a state dict."""
-        if isinstance(value, StateSlice):
-            return cls(value.plain, value.sharding, value.place[4])
         with unwatched():
             plain = value.detach().as_subclass(Tensor)
-        if isinstance(value, Slice) and value.is_split:
+        if isinstance(value, LocalSlice) and value.is_split:
             return cls(plain, value.sharding, value.whole)
         return cls(plain, UNSHARDED, tuple(value.shape))
 
@@ -127,7 +124,7 @@ def _add_model(contents: Contents, model: nn.Module) -> None:
             kind = "has no values" if tensor.layout is torch.strided else f"is a {tensor.layout} tensor"
             raise _unsaved(name, f"it {kind}", "a model whose parameters and buffers are dense and have values")
         # a hook may have put a copy there, and loading into a copy would be lost
-        item, first = Item.of(value if isinstance(value, StateSlice) else tensor), first_names[name]
+        item, first = Item.of(value if isinstance(value, LocalSlice) else tensor), first_names[name]
         if first != name and f"model/{first}" in contents.items:
             contents.aliases[f"model/{name}"] = f"model/{first}"
         else:
@@ -257,7 +254,7 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
 
 def _slices_in(value: object, place: str) -> Iterator[str]:
     """Yields the places of slices in plain containers."""
-    if isinstance(value, Slice | StateSlice):
+    if isinstance(value, LocalSlice):
         yield place
     elif isinstance(value, dict):
         for key, item in value.items():

@@ -27,7 +27,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizers import check_class_of_slices
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
-from torchshard.weights.state_slices import StateSlice
+from torchshard.weights.local_slice import LocalSlice
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
     """Returns {stored name: this rank's memory} of the model's tensors; tied names appear once."""
     found, tensors = dict[str, Item](), named_tensors(model)
     state = {
-        name: value if isinstance(value, StateSlice) else tensors[name]
+        name: value if isinstance(value, LocalSlice) else tensors[name]
         for name, value in model.state_dict().items()
         if name in tensors
     }

@@ -46,8 +46,8 @@ from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
+from torchshard.weights.local_slice import unwatched
 from torchshard.weights.progress import Progress
-from torchshard.weights.slice_values import unwatched
 
 
 def load(

@@ -27,7 +27,7 @@ from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
 from torchshard.ops import DISPATCH, OPS, SENDING, Begin
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg
-from torchshard.weights.slice_values import SliceValue
+from torchshard.weights.local_slice import LocalSlice
 
 log = logging.getLogger("torchshard.runtime.compilation")
 CompileOptions = bool | Mapping[str, Any] | None
@@ -101,7 +101,7 @@ class Compiler:
 
         def compiled(*arguments: Any) -> tuple[Any, ...]:
             # tracers do not know the classes of sharded parameters and split buffers
-            plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, SliceValue)) else a for a in arguments]
+            plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, LocalSlice)) else a for a in arguments]
             if torch._C._len_torch_dispatch_stack():
                 # modes such as CommDebugMode observe the ops, and torch.compile refuses to run under them
                 made = lowered.forward(*plain)

@@ -92,7 +92,8 @@ from torchshard.runtime.state import State
 from torchshard.runtime.step import LazyStep
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights, check_missing, read_folder
-from torchshard.weights.slice_values import check_other_group, unwatched
+from torchshard.weights.local_slice import unwatched
+from torchshard.weights.over_ranks import check_other_group
 
 _CALL_LOCK = threading.RLock()
 """Makes the threads of a process call sharded models one after the other, across all models.

@@ -23,9 +23,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
+from torchshard.weights.dcp import wants_whole
+from torchshard.weights.local_slice import LocalSlice, unwatched, watched
+from torchshard.weights.over_ranks import check_other_group
 from torchshard.weights.parameter import ShardedParameter, support_foreach
-from torchshard.weights.slice_values import SliceValue, check_other_group, unwatched, watched
-from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
+from torchshard.weights.place import is_same_slice, place_of, place_text
 
 OptimizerState = Mapping[str, object]
 """An optimizer's state for one parameter: tensors, such as 'exp_avg', and numbers."""
@@ -55,7 +57,7 @@ class _StepObserver:
         self._sharded_from = WeakIdKeyDictionary()
         """A parameter of an unsharded model -> a weak reference to the model sharded from it."""
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that were checked before their first step, even if the check raised."""
+        """The optimizers that passed the checks before their first step."""
         self._has_hooks = False
 
     def observe(self, model: StepCounter, source: nn.Module) -> None:
@@ -72,8 +74,8 @@ class _StepObserver:
         self._check_trained(optimizer, [p for p in parameters if p in self._sharded_from])
         slices = [p for p in parameters if isinstance(p, ShardedParameter)]
         if optimizer not in self._checked:
-            self._checked.add(optimizer)
             _before_first_step(optimizer, slices) if slices else _check_unsharded(optimizer)
+            self._checked.add(optimizer)  # after the checks: a step after a caught error is checked again
         if not slices:
             return
         with unwatched():
@@ -107,7 +109,7 @@ def _check_places(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> N
     """Refuses gradients and state that are another rank's saved slices; assigning them raises no error."""
     for parameter in slices:
         for name, value in (("grad", parameter.grad), *optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, StateSlice) and not is_same_slice(value.place, parameter.place):
+            if isinstance(value, LocalSlice) and value.is_stored and not is_same_slice(value.place, parameter.place):
                 raise InputError(
                     f"{name!r} of {parameter.path!r} is another slice than this rank's",
                     where=f"{type(optimizer).__name__}.step()",
@@ -191,7 +193,11 @@ def _unmark_states(optimizer: Optimizer) -> None:
     if optimizer not in _UNMARKED:
         _UNMARKED.add(optimizer)
         for state in optimizer.state.values():
-            state |= {name: value.plain for name, value in state.items() if isinstance(value, SliceValue)}
+            state |= {name: value.plain for name, value in state.items() if _is_marked(value)}
+
+
+def _is_marked(value: object) -> TypeGuard[LocalSlice]:
+    return isinstance(value, LocalSlice) and not value.is_stored
 
 
 def _mark_states(optimizer: Optimizer) -> None:
@@ -200,7 +206,7 @@ def _mark_states(optimizer: Optimizer) -> None:
         if isinstance(parameter, ShardedParameter) and parameter.is_split:
             for name, value in state.items():
                 if type(value) is Tensor and is_slice_state(value, parameter):
-                    state[name] = SliceValue.sharing(value, parameter)
+                    state[name] = LocalSlice.sharing(value, parameter)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -356,7 +362,7 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
             if cuts:
                 states[index] = {name: _cut(value, parameter) for name, value in states[index].items()}
             _check_state(parameter, states[index], by_element=by_element)
-            plain = {name: v.plain if isinstance(v, StateSlice) else v for name, v in states[index].items()}
+            plain = {name: v.plain if isinstance(v, LocalSlice) else v for name, v in states[index].items()}
             states[index] = plain
     return {**state_dict, "state": states}
 
@@ -384,7 +390,7 @@ def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
 def _with_place(value: object, parameter: ShardedParameter) -> object:
     if not (parameter.is_split and is_slice_state(value, parameter)):
         return value
-    return StateSlice.of(value, parameter.place)
+    return LocalSlice.stored(value, parameter.place)
 
 
 def _whole_copy(value: object, parameter: ShardedParameter) -> object:

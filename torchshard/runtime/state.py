@@ -33,20 +33,13 @@ from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents
 from torchshard.runtime.submodule import ShardedSubmodule, no_method
 from torchshard.weights.callers import method_of
+from torchshard.weights.dcp import wants_whole
 from torchshard.weights.folder import Weights
 from torchshard.weights.following import SliceType
+from torchshard.weights.local_slice import LocalSlice
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import Slice, SliceValue
-from torchshard.weights.state_slices import (
-    SlicePlace,
-    StateSlice,
-    is_same_slice,
-    place_of,
-    place_text,
-    slice_place,
-    wants_whole,
-)
+from torchshard.weights.place import SlicePlace, is_same_slice, place_of, place_text, slice_place
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,7 +139,7 @@ class State(ShardedSubmodule):
                 entries[leaf] = self._parameter(names[0], tensor)
             elif of.is_split:
                 whole = SliceType(of, self._source_tensor(name).shape)
-                SliceValue.marked(tensor, whole, self._ts_ranks, names[0], weakref.ref(self))
+                LocalSlice.converted(tensor).become(whole, self._ts_ranks, names[0], self)
 
     def _submodule(self, path: str) -> ShardedSubmodule:
         """Returns the submodule at a path, and makes it if it is missing.
@@ -456,7 +449,7 @@ class State(ShardedSubmodule):
             if is_whole and isinstance(local, Tensor):
                 state[prefix + name] = self._whole_copy(local, names[0])
             elif isinstance(local, Tensor) and self._sharding(names[0]).is_split:
-                state[prefix + name] = StateSlice.of(local, self._place(names[0]))
+                state[prefix + name] = LocalSlice.stored(local, self._place(names[0]))
         return state
 
     def _place(self, name: str) -> SlicePlace:
@@ -610,7 +603,7 @@ def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *ot
 
 def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
     """Raises InputError for slices of another rank, number of ranks or plan, and for full tensors of split ones."""
-    own = held.place if isinstance(held, Slice) else slice_place(name, UNSHARDED, {}, held.shape)
+    own = held.place if isinstance(held, LocalSlice) else slice_place(name, UNSHARDED, {}, held.shape)
     place = place_of(given)
     fits = given.shape == held.shape if place is None else is_same_slice(place, own)
     if fits:

@@ -45,8 +45,8 @@ from torchshard.passes import (
     sums_wider,
 )
 from torchshard.runtime.later_sums import Due, keep, sum_kept, summed, with_kept
+from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import unwatched
 
 log = logging.getLogger("torchshard.runtime.step")
 T = TypeVar("T")

@@ -26,9 +26,8 @@ from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
 from torchshard.weights.callers import running_method
+from torchshard.weights.local_slice import LocalSlice
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import Slice
-from torchshard.weights.state_slices import StateSlice
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
@@ -117,8 +116,8 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             return state
         prefix = kwargs.get("prefix", "")
         for name, tensor in named_tensors(self).items():
-            if isinstance(tensor, Slice) and tensor.is_split and prefix + name in state:
-                state[prefix + name] = StateSlice.of(state[prefix + name], tensor.place)
+            if isinstance(tensor, LocalSlice) and tensor.is_split and prefix + name in state:
+                state[prefix + name] = LocalSlice.stored(state[prefix + name], tensor.place)
         return state
 
     # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------

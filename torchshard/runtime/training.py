@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
 from torchshard.distributed.ranks import widest
+from torchshard.weights.over_ranks import names_of
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.slice_values import names_of
 
 
 def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

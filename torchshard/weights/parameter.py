@@ -1,7 +1,7 @@
 """The parameters of a sharded model: this rank's slices, with their name, sharding and global shape.
 
 Optimizers and autograd use a `ShardedParameter` like an ordinary `nn.Parameter`. Functions that would
-mistake a slice for the full parameter warn, raise, or are corrected (`slice_values`).
+mistake a slice for the full parameter warn, raise, or are corrected (`local_slice`).
 `DistributedDataParallel` over the ranks of one model raises, because it would overwrite each rank's
 slice with rank 0's.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -23,15 +22,9 @@ from torchshard.core.sharding import Sharding
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
-from torchshard.weights.slice_values import (
-    AVERAGING,
-    SliceValue,
-    check_averaging,
-    check_other_group,
-    gradient_for,
-    unwatched,
-)
-from torchshard.weights.state_slices import StateParameter, StateSlice, mark_copies
+from torchshard.weights.following import SliceType
+from torchshard.weights.local_slice import LocalSlice, gradient_for, mark_copies, unwatched
+from torchshard.weights.over_ranks import AVERAGING, check_averaging, check_other_group
 
 T = TypeVar("T")
 
@@ -62,7 +55,7 @@ class OptimizerOwner(Protocol):
         """Records an optimizer that was created with parameters of the model."""
 
 
-class ShardedParameter(SliceValue, nn.Parameter):
+class ShardedParameter(LocalSlice, nn.Parameter):
     """This rank's slice of a parameter, or a replicated parameter."""
 
     unsummed: Mapping[Any, Tensor] = MappingProxyType({})
@@ -82,10 +75,8 @@ class ShardedParameter(SliceValue, nn.Parameter):
     ) -> ShardedParameter:
         """Returns a parameter that shares the tensor's memory and its requires_grad."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
-        parameter.sharding, parameter.ranks, parameter.path, parameter.whole = sharding, ranks, path, tuple(whole)
+        parameter.become(SliceType(sharding, tuple(whole)), ranks, path, owner)
         mark_copies()
-        if owner is not None:
-            parameter.owner = weakref.ref(owner)
         return parameter
 
     def adopt(self, parameter: nn.Parameter) -> None:
@@ -93,11 +84,11 @@ class ShardedParameter(SliceValue, nn.Parameter):
 
         Changes its class in place: the user, or an optimizer, may reference the object.
         """
-        if type(parameter) in (nn.Parameter, SliceValue, StateSlice, StateParameter) and parameter.shape == self.shape:
+        if type(parameter) in (nn.Parameter, LocalSlice) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
             if isinstance(parameter, ShardedParameter):
-                parameter.sharding, parameter.ranks, parameter.whole = self.sharding, self.ranks, self.whole
-                parameter.path, parameter.owner, parameter.unsummed = self.path, self.owner, {}
+                parameter.become_like(self)
+                parameter.unsummed = {}
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # read-only in C++ too, whatever the stub says
@@ -122,7 +113,7 @@ class ShardedParameter(SliceValue, nn.Parameter):
         if module == AVERAGING:
             check_averaging(self, sys._getframe(1))
         is_aot = module.startswith("torch._functorch")
-        return SliceValue.sharing(data, self) if self.is_split and not is_aot else data
+        return LocalSlice.sharing(data, self) if self.is_split and not is_aot else data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -207,4 +198,4 @@ def support_foreach() -> None:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         supported = getattr(sys.modules.get(module), "_foreach_supported_types", None)
         if supported is not None and ShardedParameter not in supported:
-            supported.extend((ShardedParameter, SliceValue))
+            supported.extend((ShardedParameter, LocalSlice))

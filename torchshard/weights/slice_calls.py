@@ -8,6 +8,7 @@ that differ only in their values.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from torch.utils import _pytree as pytree
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.mesh import Place
 from torchshard.core.user_files import warn
+from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import is_users
 from torchshard.weights.following import Function, Lost, Outcome, SliceType, follow
+from torchshard.weights.place import SlicePlace, cuts_at, place_of, place_text
 
 ADVICE = (
     "model.full_state_dict() has whole parameters; ts.clip_grad_norm_ and torch.nn.utils.get_total_norm take norms of "
@@ -188,3 +191,66 @@ def _differ(a: Any, b: Any) -> bool:
     if type(a).__name__ == "PyCapsule":
         return True
     return isinstance(a, _VALUES) and bool(a != b)
+
+
+def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> None:
+    """Raises InputError if a function failed on a slice but would have run on the full tensor.
+
+    Args:
+        error: the exception that the function raised.
+        func: the function.
+        arguments: its args and kwargs.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
+    others = [tuple(t.shape) for t in tensors if place_of(t) is None]
+    for (own, place), shape in itertools.product(slices, others):
+        if _dims_in(place[4], shape) and not _dims_in(own, shape):
+            raise InputError(
+                f"a tensor of shape {shape} meets this rank's slice of {place[0]!r}",
+                where=f"{func.__name__}(...)",
+                why=f"the slice is {own}, {place_text(place)}",
+                attempt=f"this rank's part of the tensor: {_part_text(place, shape)}",
+            )
+    if slices and (isinstance(error, IndexError) or _runs_on_wholes(func, arguments)):
+        own, place = slices[0]
+        what = "an index lies outside of" if isinstance(error, IndexError) else f"{func.__name__} fits the whole, not"
+        raise InputError(
+            f"{what} this rank's slice of {place[0]!r}",
+            where=f"{func.__name__}(...)",
+            why=f"the slice is {own}, {place_text(place)}",
+            attempt="model.full_state_dict() for the whole, or let the model's forward compute it",
+        )
+
+
+def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> bool:
+    """Returns whether a function runs on meta tensors of the global shapes."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        place = place_of(tensor)
+        shape = tuple(tensor.shape) if place is None else place[4]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    args, kwargs = pytree.tree_map_only(Tensor, whole, arguments)
+    try:
+        func(*args, **kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
+    """Returns the dims of a tensor that match another's shape: the last if it broadcasts, the first for a mask."""
+    last = slice(max(0, len(whole) - len(shape)), len(whole))
+    if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
+        return last
+    return slice(len(shape)) if whole[: len(shape)] == shape else None
+
+
+def _part_text(place: SlicePlace, shape: tuple[int, ...]) -> str:
+    """Returns an index expression for this rank's part of a tensor: 't[4:8, :]', or several joined by 'and'."""
+    whole = tuple(place[4])
+    dims = _dims_in(whole, shape) or slice(0)
+    boxes = [piece.box[dims] for piece in pieces(whole, cuts_at(place))]
+    texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
+    return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
