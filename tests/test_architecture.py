@@ -180,33 +180,6 @@ def test_tests_go_through_the_door() -> None:
     assert inside == set(INSIDE) and len(INSIDE) <= 21
 
 
-def _private(path: Path) -> Iterator[str]:
-    """The private names of the package that a file imports, reads, or names in a string."""
-    tree = ast.parse(path.read_text())
-    modules = set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchshard":
-            modules |= {alias.asname or alias.name for alias in node.names}
-            yield from (alias.name for alias in node.names if _is_private(alias.name))
-        elif isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name for alias in node.names if alias.name.startswith("torchshard")}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _is_private(node.attr):
-            if node.attr.startswith("_ts_") or (isinstance(node.value, ast.Name) and node.value.id in modules):
-                yield node.attr
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from re.findall(r"\btorchshard(?:\.\w+)*\.(_[a-z]\w*)", node.value)
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
-def test_no_test_reads_a_private_name(path: Path) -> None:
-    assert list(_private(path)) == []
-
-
 def test_every_seeded_fault_has_its_place() -> None:
     """Each line that `benchmarks/mutants.py` replaces occurs exactly once in its file."""
     spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")

@@ -73,6 +73,7 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
     inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes: list[Shape] = [list(map(size_expr, v.shape if isinstance(v, Tensor) else (v,))) for v in inputs]
     bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
+    # `_guards_code`: export has no public form of its guards as expressions of the sizes (PyTorch 2.13.0).
     guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
     scope = {"math": math, "torch": torch, "__builtins__": {"max": max, "min": min, "abs": abs, "int": int}}
 

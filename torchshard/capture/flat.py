@@ -337,6 +337,7 @@ def _module_path(node: fx.Node) -> str:
     paths = [path for path, _ in stack.values()]
     path = paths[-1] if paths else ""
     # Export appends '@1' to the path of a module that is called a second time.
+    # `_empty_nn_module_stack...` is export's entry for ops outside of all modules (PyTorch 2.13.0).
     return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
 
 

@@ -16,9 +16,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+# Sets `torch.compiler.is_exporting()`, as export does; there is no public way (PyTorch 2.13.0).
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# `torch.func.functional_call` can't wrap a block of several calls (PyTorch 2.13.0).
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree

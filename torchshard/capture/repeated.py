@@ -262,6 +262,7 @@ def _call_key(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
         return None
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places: dict[int, int] = {}
+    # `_len_torch_*_stack`: no public way to count the active modes (PyTorch 2.13.0).
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     defaults = torch.get_default_dtype(), torch.get_default_device()
     keys: list[Hashable] = [spec, torch.is_grad_enabled(), current_autocast(), modes, defaults]

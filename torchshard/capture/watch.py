@@ -148,5 +148,6 @@ def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
 
 def global_hooks() -> tuple[Hashable, ...]:
     """The keys of the user's hooks on all modules, which are captured with a model."""
+    # `_global_forward_hooks`, `_global_forward_pre_hooks`: no public way to list them (PyTorch 2.13.0).
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
     return tuple(code_key(hook) for hook in hooks if not is_tools(hook))
