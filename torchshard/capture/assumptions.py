@@ -1,4 +1,9 @@
-"""Checks whether tensors satisfy a graph's assumptions: shapes, size ranges, export's guards."""
+"""Checks whether tensors satisfy a graph's assumptions: shapes, size ranges, export's guards.
+
+PyTorch 2.13 checks these guards in `ExportedProgram.module()`, which raises an error. Here the
+answer must be a bool, because other sizes get another graph, and it also covers sizes that ranks
+divide. The module could go if export returned its guards as a predicate of the inputs' shapes.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,10 @@ That is harmless for a cache, or if no code reads them; for state, the later cal
 wrong. A rehearsal on fake tensors decides: after the first call, a second one must compute the same
 as on its own, and assign no further values. The second call may be of another kind: an encoder's
 call may assign an attribute that a decoder's call reads.
+
+`torch.export` undoes assignments of plain attributes, with at most a warning (PyTorch 2.13). It
+could replace this module if it reported a call's assignments, and which of them the next call
+reads.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 A graph is captured with the attributes, globals and closures that forward reads (see `visible`).
 After a change, the next call needs another graph.
+
+For `torch.compile` Dynamo makes guards for the values that its tracing reads, and checks them in
+C++. Non-strict export does not use Dynamo and makes none for Python values (PyTorch 2.13). This
+module and `visible` could go if export returned such guards.
 """
 
 from __future__ import annotations
