@@ -1,4 +1,9 @@
-"""Checks whether tensors satisfy a graph's assumptions: shapes, size ranges, export's guards."""
+"""Checks whether tensors satisfy a graph's assumptions: shapes, size ranges, export's guards.
+
+PyTorch 2.13 checks these guards in `ExportedProgram.module()`, which raises an error. Here the
+answer must be a bool, because other sizes get another graph, and it also covers sizes that ranks
+divide. The module could go if export returned its guards as a predicate of the inputs' shapes.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +78,7 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
     inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes: list[Shape] = [list(map(size_expr, v.shape if isinstance(v, Tensor) else (v,))) for v in inputs]
     bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
+    # `_guards_code`: export has no public form of its guards as expressions of the sizes (PyTorch 2.13.0).
     guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
     scope = {"math": math, "torch": torch, "__builtins__": {"max": max, "min": min, "abs": abs, "int": int}}
 

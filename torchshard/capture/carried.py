@@ -7,6 +7,10 @@
 A graph returns the new values as further results. After a call they are stored in the caller's
 objects, where forward would have stored them. If forward returns one of these objects, the caller
 gets its own object back.
+
+`torch.export` records writes to tensors in the arguments, but not that an object gets another
+tensor or that a list grows (PyTorch 2.13). This module could go if the exported program had such
+changes of arguments among its outputs.
 """
 
 from __future__ import annotations

@@ -7,6 +7,10 @@ this number, and serves calls with equal numbers:
 
     export records    eq = aten.eq.Scalar(aten.select.int(observer_enabled, 0, 0), 1), and forward asks bool(eq)
     a Condition is    these ops as a small graph, which computes the number from the buffers as they are before a call
+
+Export in PyTorch 2.13 refuses to branch on a tensor's value, or makes both branches one region by
+`torch.cond`. This module could go if export specialized a graph for such a number and returned it
+as a guard.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+# `_forward_hooks`, `_forward_pre_hooks`: no public way to list a module's hooks (PyTorch 2.13.0).
 _NAMES = ("forward", "_forward_hooks", "_forward_pre_hooks")
 """The attributes that decide which code a call of a module runs, apart from its class."""
 

@@ -77,6 +77,7 @@ def calls_recur(model: nn.Module, layers: list[list[Layer]]) -> bool:
     return bool(kinds) and len(kinds) >= RECURRING * len(set(kinds))
 
 
+# `_global_*_hooks`: no public way to list the hooks of all modules (PyTorch 2.13.0).
 _GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
 
 

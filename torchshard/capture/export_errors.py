@@ -22,6 +22,7 @@ class _Advice(NamedTuple):
 
 _ADVICE = (
     _Advice(
+        # `_detect_is_causal_mask` of nn.Transformer is a line of export's traceback (PyTorch 2.13.0).
         r"_detect_is_causal_mask",
         "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
         "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",

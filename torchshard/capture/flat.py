@@ -14,6 +14,11 @@ for any size. `Captured.assumes` checks the graph's assumptions about its inputs
 Data-dependent control flow raises an error. Custom `autograd.Function`s and gradient hooks are kept
 whole: each is one op of the graph. The ops of an activation checkpoint are marked, because backward
 computes their values again.
+
+`torch.export` does the tracing. This module is needed because a program in training IR (PyTorch
+2.13) has regions for `no_grad` and autocast, no marks of checkpoints, and no op for Python code
+with its own backward. It could shrink to a call of `torch.export` if such programs were flat,
+marked checkpoints and kept that code whole.
 """
 
 from __future__ import annotations
@@ -337,6 +342,7 @@ def _module_path(node: fx.Node) -> str:
     paths = [path for path, _ in stack.values()]
     path = paths[-1] if paths else ""
     # Export appends '@1' to the path of a module that is called a second time.
+    # `_empty_nn_module_stack...` is export's entry for ops outside of all modules (PyTorch 2.13.0).
     return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
 
 

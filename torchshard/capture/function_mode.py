@@ -6,7 +6,8 @@ x.data                      detach() and copy_(), which a graph can hold
 another model's parameter   refused: as a constant of the graph it would lose its gradient
 
 Export in PyTorch 2.13 drops hooks of tensors without an error. For `x.data` it records no node, and
-then refuses the fake tensor as a constant of the graph.
+then refuses the fake tensor as a constant of the graph. This module is needed as long as export
+does.
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ def _number_now(condition: Condition, recording: Recording) -> Number:
     held = {name: recording.state[name] for name in condition.buffers}
     values = values_of([t for t in held.values() if isinstance(t, LazyTensor)])
     # The condition runs on real values; export's modes would record its ops.
+    # `DisableTorchFunction` also disables modes, unlike `DisableTorchFunctionSubclass` (PyTorch 2.13.0).
     with use_recording(None), _disable_current_modes(), torch._C.DisableTorchFunction():
         with keeping_rng_states(held.values()):
             # Forward's first draw starts from the state before the capture.

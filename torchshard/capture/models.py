@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+
+# `torch.fx` has no public name for this (PyTorch 2.13.0).
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -135,11 +137,13 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 _TRANSFORMS: tuple[tuple[Callable[[], bool], str, str], ...] = (
     (
+        # `peek_interpreter_stack`: `torch.func` has no public question for the current transform (PyTorch 2.13.0).
         lambda: not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         "a transform of torch.func (vmap, grad, jvp, ...)",
         "a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
     ),
     (
+        # `_current_level` is what `enter_dual_level` sets; it has no public reader (PyTorch 2.13.0).
         lambda: torch.autograd.forward_ad._current_level >= 0,
         "torch.autograd.forward_ad.dual_level",
         "reverse mode: tensor.backward(), torch.autograd.grad",
@@ -211,6 +215,7 @@ _METHODS = ("__torch_dispatch__", "__torch_function__")
 
 def _is_default(cls: type[Tensor], name: str) -> bool:
     """Whether a class keeps PyTorch's own behavior in this method."""
+    # `_disabled_torch_function_impl`: `nn.Parameter` has it in place of `Tensor`'s own method (PyTorch 2.13.0).
     return _function(cls, name) in (_function(Tensor, name), torch._C._disabled_torch_function_impl)
 
 
@@ -317,6 +322,7 @@ def _checked_module(model: object) -> nn.Module:
             why="it is captured by running its forward, and its parameters are found by their names",
             attempt="an ordinary nn.Module",
         )
+    # `_orig_mod` is the model in the module that `torch.compile` returns (PyTorch 2.13.0).
     if hasattr(model, "_orig_mod"):
         raise InputError(
             "a model that torch.compile has wrapped can't be sharded",
@@ -359,6 +365,7 @@ def _check_is_made(tensor: Tensor, role: str, name: str) -> None:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    # `_backward_hooks`, `_post_accumulate_grad_hooks`: no public way to list a tensor's hooks (PyTorch 2.13.0).
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise InputError(
             f"parameter {name!r} has gradient hooks",

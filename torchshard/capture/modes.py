@@ -44,6 +44,7 @@ def _current_checkpoint() -> int | None:
     recording = current_recording()
     if recording is None:
         return None
+    # The only trace of `torch.utils.checkpoint` is its hook on saved tensors, without a public reader (PyTorch 2.13.0).
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         return recording.checkpoints.setdefault(hooks[0], len(recording.checkpoints))

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+
+# The type of export's regions in a graph has no public name (PyTorch 2.13.0).
 from torch._ops import HigherOrderOperator
 from torch.fx.node import Argument
 

@@ -6,6 +6,10 @@ That is harmless for a cache, or if no code reads them; for state, the later cal
 wrong. A rehearsal on fake tensors decides: after the first call, a second one must compute the same
 as on its own, and assign no further values. The second call may be of another kind: an encoder's
 call may assign an attribute that a decoder's call reads.
+
+`torch.export` undoes assignments of plain attributes, with at most a warning (PyTorch 2.13). It
+could replace this module if it reported a call's assignments, and which of them the next call
+reads.
 """
 
 from __future__ import annotations
@@ -16,9 +20,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+# Sets `torch.compiler.is_exporting()`, as export does; there is no public way (PyTorch 2.13.0).
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# `torch.func.functional_call` can't wrap a block of several calls (PyTorch 2.13.0).
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree

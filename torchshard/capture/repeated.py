@@ -15,6 +15,10 @@ identity, goes unnoticed. So graphs that run are captured layer by layer.
 `torch.export` runs forward as Python code, and so runs every layer. This module replaces `forward`
 of the layers' classes, and `nn.Module.__getattr__` to notice reads. It only saves time: if it
 fails, `flat.capture` traces every layer.
+
+PyTorch 2.13 has `torch.compiler.nested_compile_region`: it traces a region once, but only where the
+user's code marks it, and by Dynamo, which capture avoids. This module could go if `torch.export`
+(non-strict) found and reused equal regions by itself.
 """
 
 from __future__ import annotations
@@ -262,6 +266,7 @@ def _call_key(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
         return None
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places: dict[int, int] = {}
+    # `_len_torch_*_stack`: no public way to count the active modes (PyTorch 2.13.0).
     modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
     defaults = torch.get_default_dtype(), torch.get_default_device()
     keys: list[Hashable] = [spec, torch.is_grad_enabled(), current_autocast(), modes, defaults]

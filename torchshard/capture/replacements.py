@@ -24,7 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+# `apis`, `eager_transforms`: the functions in which all of `torch.func`'s transforms end (PyTorch 2.13.0).
 from torch._functorch import apis, eager_transforms
+
+# `_BatchNorm` is the base class of nn.BatchNorm1d, 2d and 3d, with their forward (PyTorch 2.13.0).
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchshard.capture.known_numbers import KNOWN_NUMBERS, known_number
@@ -98,6 +102,7 @@ def _batch_norm(original: Callable[..., Tensor], module: _BatchNorm, input: Tens
     is_cumulative = module.momentum is None and module.training and module.track_running_stats
     if not is_cumulative or mean is None or var is None or count is None:
         return original(module, input)
+    # `_check_input_dim` is called by the forward that this replaces (PyTorch 2.13.0).
     module._check_input_dim(input)
     result = F.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)
     with torch.no_grad():
@@ -116,6 +121,7 @@ REPLACEMENTS = Patches(
     Patch(_BatchNorm, "forward", in_captures(_batch_norm)),
     Patch(apis, "vmap_impl", in_captures(recorded)),
     Patch(eager_transforms, "grad_and_value_impl", in_captures(recorded)),
+    # `_vjp_with_argnums`, `_jvp_with_argnums`: where `vjp`, `jvp` and the Jacobians end (PyTorch 2.13.0).
     Patch(eager_transforms, "_vjp_with_argnums", in_captures(recorded_vjp)),
     Patch(eager_transforms, "_jvp_with_argnums", in_captures(recorded_jvp)),
     Patch(torch.autograd, "grad", in_captures(_no_gradients)),

@@ -34,6 +34,7 @@ def _seed(original: Callable[..., object], *args: object, **kwargs: object) -> o
 def _is_called_by_dynamo() -> bool:
     """Whether TorchDynamo seeds: it restores the RNG state after branches of `torch.cond`."""
     # skips the frames of `_seed` and of the wrapper that `in_captures` makes
+    # Dynamo has no public name for the function that restores the RNG state (PyTorch 2.13.0).
     return str(sys._getframe(3).f_globals.get("__name__")).startswith("torch._dynamo.")
 
 

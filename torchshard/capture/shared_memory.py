@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
+
+# `is_traceable_wrapper_subclass`: no public question for a tensor of tensors (PyTorch 2.13.0).
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from torchshard.capture.conditions import Condition

@@ -4,6 +4,11 @@ Every value except tensors (None, numbers, flags) is part of the call's structur
 captured for it. Structures are compared by value. Objects that PyTorch's pytree does not know are
 opened: their attributes are flattened. Functions and classes, including the classes of objects, are
 compared by their code and the values that it reads.
+
+PyTorch's own flattening (`torch.utils._pytree`, checked in 2.13) treats an object of an
+unregistered class as one opaque leaf, and export refuses it as an input. This module opens such
+objects, such as caches, and compares the leaves that are not tensors. It could go if export
+accepted any object as an argument and returned a key for the values that the graph depends on.
 """
 
 from __future__ import annotations

@@ -136,6 +136,7 @@ class StateBefore:
 @contextlib.contextmanager
 def without_exports_own() -> Iterator[None]:
     """Removes export's own hook, which notes the buffers assigned to the outermost module."""
+    # `_map_assigned_buffer` is export's hook, without a handle (PyTorch 2.13.0, by pytorch/pytorch#137240).
     hooks: dict[int, Any] = torch_module._global_buffer_registration_hooks
     off = {number: hook for number, hook in hooks.items() if "_map_assigned_buffer" in getattr(hook, "__name__", "")}
     for number in off:

@@ -29,10 +29,12 @@ def without_tools() -> Iterator[None]:
     Calls of all threads take turns, so no other thread captures meanwhile. Under a FakeTensorMode
     the modes stay, because the model's tensors belong to it.
     """
+    # `_global_*_hooks`: no public way to list the hooks of all modules (PyTorch 2.13.0).
     hooks = [getattr(torch_module, f"_global_{name}") for name in _HOOKS]
     off = [(held, number, hook) for held in hooks for number, hook in held.items() if is_tools(hook)]
     for held, number, _ in off:
         del held[number]
+    # `_get_dispatch_mode(FAKE)`: no public question for the active FakeTensorMode (PyTorch 2.13.0).
     is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     try:
         with contextlib.nullcontext() if is_fake else _disable_current_modes():

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
+
+# `_DimHint` is the type of `Dim.AUTO` and `Dim.DYNAMIC` (PyTorch 2.13.0).
 from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
@@ -168,6 +170,7 @@ class _RaisedError(Exception):
 
 def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     try:
+        # `_call_impl` runs hooks and forward, but unlike `__call__` no compiled or overridden call (PyTorch 2.13.0).
         return nn.Module._call_impl(model, *args, **kwargs)
     except RuntimeError as error:
         raise _RaisedError from error
@@ -281,6 +284,7 @@ def _refuse_transforms(exported: ExportedProgram) -> None:
 
 
 def _is_wrapped(value: object) -> bool:
+    # `is_functorch_wrapped_tensor`: no public question for a tensor of a transform (PyTorch 2.13.0).
     return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
 
 

@@ -20,6 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+# PyTorch 2.13.0 has no public way to set modes aside: `_TorchDispatchModeKey`, `_get_dispatch_mode_pre_dispatch`,
+# `_set_mode_pre_dispatch`, `unset_mode_pre_dispatch` and, for functions, `_pop_mode`, `_push_mode`,
+# `_len_torch_function_stack`.
 from torch._C import _TorchDispatchModeKey
 from torch._ops import _get_dispatch_mode_pre_dispatch, _set_mode_pre_dispatch, unset_mode_pre_dispatch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -56,6 +60,9 @@ def _below_autograd() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
     """Removes the hooks on saved tensors, which transforms refuse."""
+    # `_top_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` and
+    # `_push_saved_tensors_default_hooks`: the public `disable_saved_tensors_hooks` raises where there are hooks, and
+    # removes none (PyTorch 2.13.0).
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -8,6 +8,9 @@
 The search goes from a value to the values in it, and from a function to those that its code names.
 Forward does not run, because it could change the state that is searched for. Code of installed
 packages and of Python itself is not searched, because users do not set its globals.
+
+Dynamo's guards cover the same values for `torch.compile`, but non-strict export makes none for
+Python values (PyTorch 2.13). This module and `watch` could go if export did.
 """
 
 from __future__ import annotations

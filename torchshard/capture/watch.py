@@ -2,6 +2,10 @@
 
 A graph is captured with the attributes, globals and closures that forward reads (see `visible`).
 After a change, the next call needs another graph.
+
+For `torch.compile` Dynamo makes guards for the values that its tracing reads, and checks them in
+C++. Non-strict export does not use Dynamo and makes none for Python values (PyTorch 2.13). This
+module and `visible` could go if export returned such guards.
 """
 
 from __future__ import annotations
@@ -148,5 +152,6 @@ def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
 
 def global_hooks() -> tuple[Hashable, ...]:
     """The keys of the user's hooks on all modules, which are captured with a model."""
+    # `_global_forward_hooks`, `_global_forward_pre_hooks`: no public way to list them (PyTorch 2.13.0).
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
     return tuple(code_key(hook) for hook in hooks if not is_tools(hook))

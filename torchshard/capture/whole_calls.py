@@ -102,6 +102,7 @@ def _replace_apply(original: object) -> object:
             # The second argument is preserve_rng_state.
             function, _, *operands = args
             return recording.run_checkpoint(cast(Callable[..., object], function), operands)
+        # `BackwardHookFunction` is the Function of a module's backward hooks (PyTorch 2.13.0).
         if cls is torch.nn.modules._functions.BackwardHookFunction:
             raise _backward_hooks()
         return keep_whole(recording, cls, args, kwargs)
@@ -118,6 +119,7 @@ def _backward_hooks() -> CaptureError:
     )
 
 
+# `Function.apply` calls `_SingleLevelFunction.apply` (PyTorch 2.13.0; pytorch/pytorch#106388: export of Functions).
 INTERCEPTED_FUNCTIONS = Patches(Patch(torch.autograd.function._SingleLevelFunction, "apply", _replace_apply))
 """Keeps calls of custom Functions whole, in threads that capture.
 

@@ -57,6 +57,7 @@ class _Notes:
 
 def _store(folder: Path) -> dist.Store | _Notes:
     """Returns the store through which the ranks that save to a folder report completion."""
+    # `_get_default_store`: no public name for the default group's store (PyTorch 2.13.0; pytorch/pytorch#84468).
     store = dist.distributed_c10d._get_default_store()
     innermost = store
     while isinstance(innermost, dist.PrefixStore):

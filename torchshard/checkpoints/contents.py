@@ -82,6 +82,7 @@ class Contents:
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Returns the model inside DistributedDataParallel or `torch.compile`; its names are saved."""
+    # `_orig_mod` is the model in the module that `torch.compile` returns (PyTorch 2.13.0).
     inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
     return model if inner is None else unwrapped(cast(nn.Module, inner))
 
@@ -141,6 +142,7 @@ def _unsaved(name: str, why: str, attempt: str) -> InputError:
 
 def _is_extra_state(name: str) -> bool:
     """Returns whether a name in a state dict is the key of a module's `get_extra_state`."""
+    # `_extra_state` is the last part of the key that nn.Module.state_dict writes (PyTorch 2.13.0).
     return name.rpartition(".")[2] == "_extra_state"
 
 

@@ -106,6 +106,7 @@ def _of_transformers(source: Any, state: Mapping[str, Tensor], max_shard_size: i
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+    # `_keys_to_ignore_on_save` is a setting of model classes, which `save_pretrained` reads (transformers 5).
     ignored = set(source._keys_to_ignore_on_save or ())
     # on the meta device, it finds tied weights through the model's own parameters
     shapes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in state.items() if n not in ignored}

@@ -5,6 +5,11 @@
     all have written             replaces checkpoint.json in one rename, removes the superseded data
 
 If a process dies at any moment, the last complete checkpoint remains intact.
+
+`torch.distributed.checkpoint` (PyTorch 2.13) also writes each rank's slices, and can save a sharded
+model. But it replaces the files of an earlier save in the same folder in place, and its metadata is
+a pickle. This room could go if DCP kept the last save until the next is complete and stored its
+metadata as data.
 """
 
 from __future__ import annotations

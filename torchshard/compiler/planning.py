@@ -76,19 +76,29 @@ def plan_graph(
         static=constraints.is_static,
         recompute=problem.model.recompute,
     )
-    memory = {} if limit is None else limit.estimate(plan)
-    if limit is not None and memory["peak"] > limit.nbytes:
-        attempt = "a smaller batch, or weights of fewer bytes"
-        if given is not None:
-            raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes, f"another plan, {attempt}")
-        what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
-        raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
+    memory = {} if limit is None else _memory_within(limit, plan, constraints)
     costs = _costs(problem, plan, result.gap, memory)
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
     return PlannedAxis(replace(plan, costs=costs), problem)
+
+
+def _memory_within(limit: Limit, plan: AxisPlan, constraints: Constraints) -> dict[str, float]:
+    """The memory of a plan by kind.
+
+    Raises:
+        PlanError: it exceeds the limit.
+    """
+    memory = limit.estimate(plan)
+    if memory["peak"] <= limit.nbytes:
+        return memory
+    attempt = "a smaller batch, or weights of fewer bytes"
+    if constraints.plan is not None:
+        raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes, f"another plan, {attempt}")
+    what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
+    raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
 
 
 def best_plan(

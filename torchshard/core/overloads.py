@@ -13,6 +13,7 @@ def functional_overload(target: OpOverload[..., object]) -> OpOverload[..., obje
 
     `add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`.
     """
+    # `_overloadname`, `_overloadpacket`: no public way to find an op's family and overload (PyTorch 2.13.0).
     name, overload = target._schema.name.split("::")[1], target._overloadname
     types = [str(a.type) for a in target._schema.arguments if not a.is_out]
     family = getattr(aten, name.rstrip("_"), None) if name.endswith("_") else target._overloadpacket

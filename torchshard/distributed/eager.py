@@ -7,6 +7,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
+
+# `torch.func` has no public question for the current transform (PyTorch 2.13.0).
 from torch._C._functorch import peek_interpreter_stack
 
 from torchshard.core.errors import InputError

@@ -106,6 +106,7 @@ def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Gr
     made = own_part(in_place, x, source, target, group)
     if isinstance(made, Tensor):
         return made, lambda received: received
+    # `_c10d_functional`: compilers know these operators, which have no public namespace (PyTorch 2.13.0).
     op = getattr(torch.ops._c10d_functional, _FUNCTIONAL[made.collective])
     sent, dtype, name = made.sent, made.sent.dtype, _group_name(group)
     if made.collective == "all_reduce":
@@ -120,6 +121,7 @@ def functional_max(x: Tensor, group: Group) -> Tensor:
     """Starts the elementwise maximum over the ranks through PyTorch's functional collectives."""
     if group.size == 1:
         return copied(x)
+    # `_c10d_functional`: an operator, so a compiler's graph can have it (PyTorch 2.13.0).
     result: Tensor = torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
     return result
 

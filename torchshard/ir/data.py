@@ -3,6 +3,11 @@
 Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. The
 data contains no code: names are looked up among the ops of PyTorch and this library, and among the
 few Python functions that graphs call.
+
+`torch.export.save` (`torch/_export/serde`, PyTorch 2.13) writes an `ExportedProgram` with its
+weights and signature. A graph here is a plain `fx.Graph` with collectives and layouts in its meta,
+and a plan's file must not contain code or tensors. The module could go if serde wrote any
+`fx.Graph` with chosen keys of meta.
 """
 
 from __future__ import annotations

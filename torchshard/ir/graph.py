@@ -46,6 +46,8 @@ from typing import Any, TypeGuard, TypeVar, cast
 import sympy
 import torch
 from torch import Tensor, fx, nn
+
+# Lets ops run their Python decompositions on dynamic sizes, as export does (PyTorch 2.13.0).
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -66,6 +66,7 @@ class Sliced(nn.Module):
             of = ranks.sharding({MODEL: layout})
             self.register_parameter(name, ShardedParameter.of(own, of, ranks, name, parameter.shape))
 
+    # `_apply` is what `to`, `cuda` and `half` end in; there is no public hook (PyTorch 2.13.0).
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keeps parameters sharded: on a move to another device type, PyTorch makes them plain."""
         before = dict(self._parameters)

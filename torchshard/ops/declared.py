@@ -76,6 +76,7 @@ def _(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) 
 
 def _some_rows(x: Tensor) -> Size:
     """Returns a new dynamic size, equal to no other; its example value is `x`'s number of rows."""
+    # `_shape_env`: `get_ctx()` offers `new_dynamic_size()` only, for a size without an example value (PyTorch 2.13.0).
     shapes = getattr(torch.library.get_ctx(), "_shape_env", None)
     size = x.shape[0]
     if shapes is None or isinstance(size, int):

@@ -146,6 +146,7 @@ def storage(node: fx.Node) -> int:
     """An id of a value's memory; export's fake tensors share storage exactly as the real ones do."""
     value = node.meta["val"]
     if value.layout == torch.sparse_coo:
+        # `_values`: `values()` refuses a sparse tensor that is not coalesced (PyTorch 2.13.0).
         value = value._values()
     elif value.layout != torch.strided:
         value = value.values()

@@ -10,6 +10,10 @@ the slices. So one conversion of the concatenation replaces the conversions of s
     after     both = all_gather(cat, 0, [4, 8, 4, 8]);  split = split_with_sizes(both, [32, 32]);  q = view(...)
 
 Each gradient gets memory of its own afterwards: users may keep one, or change it in place.
+
+Inductor (`torch/_inductor/fx_passes/bucketing.py`, PyTorch 2.13) also combines small collectives,
+in compiled graphs. Graphs here also run uncompiled, and their collectives have layouts that
+`verify` checks. The pass could go if a compiler were required.
 """
 
 from __future__ import annotations

@@ -17,7 +17,11 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+
+# `torch.export` offers its whole table only, and this pass needs single entries (PyTorch 2.13.0).
 from torch._decomp import get_decompositions
+
+# The type of the keys of `get_decompositions` (PyTorch 2.13.0).
 from torch._ops import OperatorBase, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
@@ -48,6 +52,7 @@ def _is_composite(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace != "aten" or has_rule(target):
         return False
+    # `_can_decompose`: no public question for a composite op (PyTorch 2.13.0).
     return target in DECOMPOSITIONS or (not target._schema.is_mutable and target._can_decompose())
 
 

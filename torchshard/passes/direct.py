@@ -5,6 +5,9 @@ PyTorch's Python bindings (`torch.mm`). The pass finds that function by trial: i
 on fake tensors, and accepts it if it runs the same ops on the same operands. The graph's code calls
 the function by name, so the name must resolve to it: `torch.stft` is a Python function around the
 binding of that name.
+
+fx calls operators through `torch.ops`, whose calls cost more in Python than the bindings (PyTorch
+2.13). The pass could go if the difference did.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+
+# `_get_qualified_name`: how fx prints a function in a graph's code (PyTorch 2.13.0).
 from torch.fx.node import Argument, Target, _get_qualified_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,6 +34,7 @@ from torchshard.ops import OPS, Begin, kernels, wait
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
 aten = torch.ops.aten
+# `_VariableFunctions`, `_nn`: the C functions that `torch` and `torch.nn.functional` bind to names (PyTorch 2.13.0).
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 chosen: dict[tuple[Target, str], Target] = {}
 """An op and the types of its arguments -> what is called for it."""
@@ -66,6 +72,7 @@ def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., 
     """A collective, or its begin or wait, labelled for profilers: 'begin_reduce in down, for down'."""
     module = collective.meta.get("module") or "the model"
     label = f"{function.__name__} in {module}, {purpose(collective, {})}"
+    # `_profiler_enabled`: no public question for a running profiler (PyTorch 2.13.0).
     is_watched = torch.autograd._profiler_enabled
 
     @functools.wraps(function)

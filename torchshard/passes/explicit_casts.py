@@ -6,6 +6,9 @@
 The module keeps no list of the ops that autocast casts, because PyTorch's list changes. It runs
 each op on fake values with and without autocast, and compares the kernels that run below. A
 parameter is cast once for all its consumers, as autocast's own cache does.
+
+Export in PyTorch 2.13 keeps autocast as a region of the graph, whose casts are made as it runs.
+This pass could go if export recorded the casts as nodes.
 """
 
 from __future__ import annotations

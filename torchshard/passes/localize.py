@@ -119,6 +119,7 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
             # can
             source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
             part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC)
+            # `_set_replacement`: no public way to replace a size by an expression (PyTorch 2.13.0).
             sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
 
 

@@ -28,6 +28,7 @@ from torchshard.ops import OPS, Begin, communicates, is_collective, kernels
 from torchshard.passes.nodes import node_arg, replace_node
 from torchshard.passes.record import value_type
 
+# `_c10d_functional`: compilers know these operators, which have no public namespace (PyTorch 2.13.0).
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 Traced = dict[object, fx.Graph]
 """(collective, its arguments, type of its operand) -> the graph of its computation."""

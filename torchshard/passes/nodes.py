@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+
+# ATen's choice of a memory format for a result, in Python; it has no public name (PyTorch 2.13.0).
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 

@@ -155,6 +155,7 @@ def _on_one(module: fx.GraphModule, node: fx.Node, packet: OpOverloadPacket, i: 
         own["value"] = own.pop("scalars")
     named = {name: own.pop(name) for name in by_name & own.keys()}
     args, kwargs = fx.map_arg((tuple(own.values()), named), lambda n: n.meta["val"])
+    # `_jit_resolve_packet`, `_qualified_op_name`: the overload that a packet's call runs (PyTorch 2.13.0).
     overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return emit(module, getattr(packet, overload), tuple(own.values()), node, **named)
 

@@ -10,6 +10,10 @@ Backward recomputes the values of a marked region from the region's inputs (see
 `torch.utils.checkpoint`; T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 Received and random values are saved: random numbers are not drawn again, and collectives are not
 repeated, except gathers of a split sequence (see `ir.gathered_again`).
+
+PyTorch's partitioners (`torch/_functorch/partitioners.py`, PyTorch 2.13) cut AOTAutograd's joint
+graph, by its names of inputs and outputs. This one cuts the graph of `differentiate`, and adds the
+unsummed parts of gradients to the results of backward. It could go together with `differentiate`.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+
+# Lets ops run their Python decompositions on dynamic sizes, as export does (PyTorch 2.13.0).
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx

@@ -11,6 +11,10 @@ computes the weight's gradient, as in Megatron-LM.
 Except for `sums_behind`, collectives keep their order, and an op is delayed past at most one of
 them, to limit memory: with gathered weights, one is in flight while another is used. The order
 depends only on the graph's structure, which is the same on every rank.
+
+Inductor reorders collectives too (`torch/_inductor/fx_passes/overlap_scheduling.py`, PyTorch 2.13),
+in compiled graphs, by estimated run times that the ranks align first. The pass could go if a
+compiler were required, and its order depended on the graph only.
 """
 
 from __future__ import annotations

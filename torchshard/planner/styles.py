@@ -45,6 +45,7 @@ BATCH = 0
 class DTensorStyle(Protocol):
     """A style of `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`."""
 
+    # `_apply` is the method of `ParallelStyle`, to which parallelize_module passes a module (PyTorch 2.13.0).
     def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module: ...
 
 

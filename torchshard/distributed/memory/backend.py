@@ -123,6 +123,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """Returns the number of ranks."""
         return self.board.size
 
+    # `_set_group_name`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -145,13 +146,16 @@ class MemoryProcessGroup(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
+    # `_get_backend`: torch.distributed asks a group for the backend of a device (PyTorch 2.13.0).
     def _get_backend(self, device: torch.device) -> MemoryProcessGroup:  # type: ignore[override]
         """Returns the backend for a device: this group itself."""
         return self
 
+    # `_set_sequence_number_for_group`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
     def _set_sequence_number_for_group(self) -> None:
         pass
 
+    # `_get_sequence_number_for_group`: a debug level of torch.distributed compares it (PyTorch 2.13.0).
     def _get_sequence_number_for_group(self) -> int:
         return self.calls.begun
 
@@ -282,6 +286,7 @@ _ASKED_BY = {
     "_broadcast": ("broadcast",),
     "_all_gather": ("allgather",),
     "_all_gather_by_rank": ("allgather_coalesced",),
+    # `_allgather_base`, `_reduce_scatter_base`: names before PyTorch 2.13.0, which ProcessGroup still has.
     "_all_gather_single": ("all_gather_single", "_allgather_base"),
     "_all_gather_singles": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
     "_gather": ("gather",),

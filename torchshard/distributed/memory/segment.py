@@ -43,6 +43,7 @@ SLICE_SECONDS = 0.1
 def below_autograd(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function with plain tensor ops: no autograd, subclasses or modes."""
     with (
+        # `_AutoDispatchBelow...`, `_DisableTorchDispatch`: Python has no public guards of dispatch (PyTorch 2.13.0).
         torch._C._AutoDispatchBelowADInplaceOrView(),
         torch._C.DisableTorchFunctionSubclass(),
         torch._C._DisableTorchDispatch(),
