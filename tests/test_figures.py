@@ -18,10 +18,10 @@ import torchshard as ts
 from tests.captured import planned_case
 from tests.helpers import nightly
 from tests.models import MLP
+from torchshard.core.units import size_text, time_text
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.ir.sizes import value_text
-from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.lanes import ICON
 from torchshard.report.drawing.outline import Box, Frame, outline

@@ -13,9 +13,10 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
+from torchshard.core.units import size_text
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import AxisPlan, Stored
-from torchshard.plans.machine import Objective, objective, size_text
+from torchshard.plans.machine import Objective, objective
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]

@@ -15,7 +15,8 @@ from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.mesh import Data, Holds, MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.core.sharding import Cut, Cuts, Sharding, local_shape, split_text
-from torchshard.plans.machine import Machine, size_text
+from torchshard.core.units import size_text
+from torchshard.plans.machine import Machine
 
 
 @dataclass(frozen=True)

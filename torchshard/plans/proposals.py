@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchshard.core.columns import Notebook, columns
 from torchshard.core.mesh import Data
-from torchshard.plans.machine import size_text, time_text
+from torchshard.core.units import size_text, time_text
 from torchshard.plans.plan import Plan
 
 HEADER = ("mesh", "data", "time", "compute", "over weights", "over batch", "memory per rank")
