@@ -98,12 +98,12 @@ def _constraints(
             attempt='{"*.experts": "replicate"}',
         )
     facts, constraints = question.facts, question.constraints
-    aim = constraints.objective
+    aim = constraints.aim
     if machine is not None:
         aim = replace(aim, machine=read_machine(machine), any_machine=False)
     if memory is not None:
         aim = replace(aim, memory=read_size(memory))
-    wanted = replace(constraints, objective=aim, pins={**constraints.pins, **read_pins(pins, facts.modules)})
+    wanted = replace(constraints, aim=aim, pins={**constraints.pins, **read_pins(pins, facts.modules)})
     check_memory(facts, wanted)
     return wanted
 
