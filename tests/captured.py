@@ -21,11 +21,11 @@ def captured_case(name: str, dtype: torch.dtype | None = torch.float64) -> Captu
 
 @cache
 def planned_case(name: str, ranks: int = 2) -> PlannedCall:
-    """The same in the model's own dtype, with its plan."""
+    """The call of one of the models in its own dtype, under the case's plan."""
     return captured_case(name, None).plan(CASES[name].plan, ranks)
 
 
 def checked(call: CapturedCall, plan: Any, ranks: int) -> Report:
-    """The report that `ts.check` gives for a plan; random numbers start from the same seed each time."""
+    """Checks a call under a plan, with a fixed seed; returns the report."""
     torch.manual_seed(0)
     return call.plan(plan, ranks).check()

@@ -1,8 +1,8 @@
-"""One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test.
+"""Configures pytest: one thread per process, fixed Hypothesis examples, process groups destroyed after each test.
 
-Tests of faults are marked `waits`: they measure how soon an error comes, so nothing that computes may run beside them.
-All others may run in parallel, real ranks too.
-`quick` marks what `make quick` runs, `nightly` what `make nightly` runs.
+Tests of faults are marked `waits`: they measure how soon an error is raised, so they must not share the CPUs.
+All others may run in parallel, including tests with real ranks.
+`quick` marks the tests of `make quick`, `nightly` the slow tests of `make nightly`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ settings.load_profile("torchshard")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
+    """Sets the module that the fork server of all ranks imports once; the server starts with the first rank."""
     config.addinivalue_line("markers", "nightly_cases(only, but): see `tests.helpers.nightly`")
-    os.environ["COLUMNS"] = "1000"  # whatever the terminal has
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each command that is run compiles all modules anew
+    os.environ["COLUMNS"] = "1000"  # independent of the terminal's width
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each command compiles all modules
     multiprocessing.set_forkserver_preload(["tests.warm"])
     fail_on_bugs()
 
 
 def pytest_collection_finish() -> None:
-    """Lets the garbage collector run less often, and not over the modules: that saves a tenth of the tests' time."""
+    """Makes the garbage collector run less often and skip imported modules, which saves a tenth of the tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Marks the cases that `tests.helpers.nightly` names.
 
     Raises:
-        UsageError: a name that no case has, which would run it by day.
+        UsageError: a pattern matches no case, so the intended case would not be nightly.
     """
     unknown = set[tuple[str, str]]()
     known = set[tuple[str, str]]()

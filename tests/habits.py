@@ -1,6 +1,6 @@
-"""More habits, each a function of `Run`: what it makes and returns is compared with the unsharded model's.
+"""More habits, each a function of `Run`: its models and results are compared with the unsharded run's.
 
-A habit is code that knows nothing of sharding but for `run.make`. `tests/test_habits.py` runs them on several meshes.
+Apart from `run.make`, a habit is code without any sharding. `tests/test_habits.py` runs them on several meshes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torchshard.testing import full_gradient, largest
 
 Habit = Callable[["Run"], Any]
 MENDED: dict[str, Habit] = {}
-"""Habits that have failed once."""
+"""Habits that failed in an earlier version."""
 EQUAL: dict[str, Habit] = {}
 REFUSED: dict[str, tuple[str, Habit]] = {}
-"""Name -> what an error of ours says, and the habit."""
+"""Name -> the error's text, and the habit."""
 
 
 def _in(table: dict[str, Habit]) -> Callable[[Habit], Habit]:
@@ -48,7 +48,7 @@ def _refused(text: str) -> Callable[[Habit], Habit]:
 
 
 class Net(nn.Module):
-    """A block with one norm, of nine hidden units: they divide by no number of ranks but three."""
+    """A block with one norm and nine hidden units, which split evenly over three ranks but not over two or four."""
 
     def __init__(self, results: int = 5, *, batch_norm: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Run:
     """One run of a habit: with unsharded models, or with sharded ones."""
 
     def __init__(self, rank: int, options: dict[str, Any] | None) -> None:
-        """A run of one rank.
+        """Creates a run on one rank.
 
         Args:
-            options: of `ts.shard`; None for the unsharded run.
+            options: arguments of `ts.shard`; None for the unsharded run.
         """
         self.rank, self.options = rank, options
         self.models: list[Any] = []
@@ -78,7 +78,7 @@ class Run:
         return self.options is not None
 
     def make(self, build: Callable[[], nn.Module] = Net, plan: Any = None, seed: int = 0) -> Any:
-        """A model in float64, whose parameters and gradients are compared in the end."""
+        """Builds a float64 model; its state and gradients are compared after the run."""
         torch.manual_seed(seed)
         model: Any = build().double()
         torch.manual_seed(seed + 1)
@@ -91,7 +91,7 @@ class Run:
 
 
 def difference(habit: Habit, rank: int, options: dict[str, Any]) -> float:
-    """The largest difference of any result, gradient or tensor of a model from the unsharded run's."""
+    """The largest difference of a result, gradient or state tensor from the unsharded run; NaN if shapes differ."""
     found: list[list[Tensor | None]] = []
     for run in (Run(rank, None), Run(rank, options)):
         torch.manual_seed(7)
@@ -109,7 +109,7 @@ def difference(habit: Habit, rank: int, options: dict[str, Any]) -> float:
 
 
 def x_of(seed: int = 0, rows: int = 12) -> Tensor:
-    """The same samples on every rank."""
+    """Samples that are equal on every rank."""
     return torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
@@ -129,7 +129,7 @@ def _sgd(model: Any, lr: float = 0.1, **settings: Any) -> torch.optim.Optimizer:
 
 @_in(MENDED)
 def _layers_by_the_name_of_their_class(run: Run) -> Any:
-    """The recipe of Monte Carlo dropout; transformers' label smoothing asks for the model's."""
+    """Monte Carlo dropout finds layers by class name; transformers' label smoothing reads the model's class name."""
     model = run.make(lambda: Net(dropout=0.4)).eval()
     for m in model.modules():
         if m.__class__.__name__.startswith("Dropout"):
@@ -140,7 +140,7 @@ def _layers_by_the_name_of_their_class(run: Run) -> Any:
 
 @_in(MENDED)
 def _copies_from_before_the_first_call(run: Run) -> Any:
-    """timm's ModelEmaV2, and PyTorch's average with buffers: of a model whose first call cuts the norm."""
+    """timm's ModelEmaV2 and PyTorch's average with buffers, created before the first call, which splits the norm."""
     model = run.make(lambda: Net(batch_norm=True))
     ema = copy.deepcopy(model).eval()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
@@ -179,7 +179,7 @@ def _state_of_a_part(run: Run) -> Any:
 
 @_in(MENDED)
 def _hooks_on_the_nodes_of_parameters(run: Run) -> Any:
-    """As Megatron-LM counts gradients, and PyTorch's hook on several tensors."""
+    """Megatron-LM's hooks that count gradients, and PyTorch's hook on several tensors."""
     model, counts, nodes = run.make(), [0, 0], []
 
     def count(i: int, given: Any) -> None:
@@ -196,7 +196,7 @@ def _hooks_on_the_nodes_of_parameters(run: Run) -> Any:
 
 @_in(MENDED)
 def _tied_after_a_call(run: Run) -> Any:
-    """Two weights that the ranks hold in the same way may become one."""
+    """Two weights with equal shardings may be tied."""
     model = run.make(lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)), {"0": "column", "2": "column"})
     model(x_of())
     model[2].weight = model[0].weight
@@ -209,7 +209,7 @@ def _slopes(size: int) -> Tensor:
 
 
 class _Cached(Net):
-    """Caches tensors in functions, which the graph must not fill with its own."""
+    """Caches tensors in functions; a capture must not leave its own tensors in these caches."""
 
     @functools.lru_cache(None)  # noqa: B019  (people do)
     def of_method(self, size: int) -> Tensor:
@@ -236,7 +236,7 @@ def _tensors_in_caches_of_functions(run: Run) -> Any:
 def _collectives_of_slices(run: Run) -> Any:
     model = run.make(lambda: nn.Linear(6, 6), {"": "column"})
     weight = model.state_dict()["weight"]
-    if run.options is None or "mesh" in run.options:  # whose slices are of two sizes
+    if run.options is None or "mesh" in run.options:  # a mesh makes slices of two sizes
         return weight if run.options is None else model.full_state_dict()["weight"]
     whole = torch.zeros(6, 6).double()
     torch.distributed.all_gather_single(whole, weight, group=torch.distributed.group.WORLD)
@@ -245,7 +245,7 @@ def _collectives_of_slices(run: Run) -> Any:
 
 @_in(MENDED)
 def _statistics_computed_again(run: Run) -> Any:
-    """As for the average of weights in PyTorch's tutorial: each batch of a loader counts alike."""
+    """`update_bn` as in PyTorch's tutorial on averaged weights: all batches of the loader weigh the same."""
     model = run.make(functools.partial(Net, batch_norm=True))
     model(x_of()).square().mean().backward()
     update_bn([x_of(seed) for seed in range(3)], model)
@@ -254,7 +254,7 @@ def _statistics_computed_again(run: Run) -> Any:
 
 @_in(MENDED)
 def _clipping_within_steps(run: Run) -> Any:
-    """In hooks, in a closure, and after a step that raised."""
+    """Clips gradients in hooks, in a closure, and after a step that raised."""
     model, norms = run.make(), list[Tensor]()
     optimizer = _sgd(model)
 
@@ -298,7 +298,7 @@ def _clipping_within_steps(run: Run) -> Any:
 
 @_in(MENDED)
 def _clipping_a_set(run: Run) -> Any:
-    """One call takes the parameters in any order, and in another one on each rank."""
+    """One call clips the parameters of two models, in an order that differs between ranks."""
     models = [run.make(seed=seed) for seed in range(2)]
     for model in models:
         model(x_of()).square().mean().backward()
@@ -354,7 +354,7 @@ def _vectorized_jacobian(run: Run) -> Any:
 
 @_refused("was tied to '0.up.weight' after sharding")
 def _tied_before_the_first_call(run: Run) -> Any:
-    """Both weights are still whole, and the plan would split each in its own way."""
+    """Both weights are still unsharded, and the plan would shard them differently."""
     model = run.make(lambda: nn.Sequential(Net(6), Net(6)), {})
     model[1].up.weight = model[0].up.weight
     return model(x_of())
@@ -463,7 +463,7 @@ def _clipped_policy_with_old_probabilities(run: Run) -> Any:
 
 @_in(EQUAL)
 def _noise_prediction_weighed_by_its_level(run: Run) -> Any:
-    """Diffusion with min-SNR weights and a moving average by `sub_`, as diffusers' EMAModel has it."""
+    """Diffusion with min-SNR weights and a moving average by `sub_`, as in diffusers' EMAModel."""
     model = run.make(lambda: Net(6))
     mean, levels = copy.deepcopy(model).eval().requires_grad_(False), torch.linspace(0.99, 0.01, 5).double()
     for step in range(2):
@@ -480,7 +480,7 @@ def _noise_prediction_weighed_by_its_level(run: Run) -> Any:
 
 @_in(EQUAL)
 def _queue_of_keys(run: Run) -> Any:
-    """Momentum contrast: a queue that the loop writes, keys of an averaged encoder."""
+    """Momentum contrast: the loop writes a queue of keys from an averaged encoder."""
     model, keys = run.make(), run.make().requires_grad_(False)
     queue = F.normalize(torch.randn(5, 24, generator=torch.Generator().manual_seed(3)).double(), dim=0)
     for step in range(2):
@@ -519,7 +519,7 @@ def _batch_with_nan(run: Run) -> Any:
 
 @_in(EQUAL)
 def _actor_and_critic_frozen_in_turn(run: Run) -> Any:
-    """As Lightning's `toggle_optimizer`."""
+    """Freezes the critic while the actor trains, like Lightning's `toggle_optimizer`."""
     actor, critic = run.make(lambda: Net(6)), run.make(lambda: Net(1), seed=3)
     for step in range(2):
         critic.requires_grad_(False)
@@ -623,7 +623,7 @@ def _saved_tensors_packed(run: Run) -> Any:
 
 @_in(EQUAL)
 def _gradients_joined_by_elements(run: Run) -> Any:
-    """The median and the common sign of three gradients, a cautious step."""
+    """Combines three gradients by median and common sign, and makes a cautious step."""
     model = run.make()
     found = [torch.autograd.grad(model(x_of(seed)).sum(), list(model.parameters())) for seed in range(3)]
     for p, *gradients in zip(model.parameters(), *found, strict=True):
@@ -647,7 +647,7 @@ def _hooks_on_the_model(run: Run) -> Any:
 
 @_in(EQUAL)
 def _fast_weights(run: Run) -> Any:
-    """An inner step of meta learning, differentiated."""
+    """Differentiates an inner step of meta learning."""
     model = run.make()
     own = dict(model.named_parameters())
     loss = torch.func.functional_call(model, own, (x_of(),)).square().mean()
@@ -658,7 +658,7 @@ def _fast_weights(run: Run) -> Any:
 
 @_in(EQUAL)
 def _weights_moved_outside_of_optimizers(run: Run) -> Any:
-    """Lookahead, Reptile, SWAG's moments, elastic weights: element by element."""
+    """Updates weights element by element: Lookahead, Reptile, SWAG's moments, elastic weights."""
     model = run.make()
     slow = [p.detach().clone() for p in model.parameters()]
     squares = [torch.zeros_like(p) for p in model.parameters()]

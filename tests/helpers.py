@@ -17,18 +17,18 @@ from torchshard.testing import why_not_through_memory
 
 
 def nightly(*only: str, but: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Marks cases of a parametrised test as nightly: those with these ids, or all but those with some ids.
+    """Marks cases of a parametrised test as nightly: the ids `only`, or all ids except `but`.
 
         @nightly("3-*")
         @pytest.mark.parametrize(...)
 
-    `*` matches any text. `tests/conftest.py` reads the mark, and refuses an id that no case has.
+    `*` matches any text. `tests/conftest.py` reads the mark, and raises on an id without a case.
     """
     return pytest.mark.nightly_cases(only, but)
 
 
 def matches(pattern: str, case: str) -> bool:
-    """Whether the id of a case is one that a pattern of `nightly` names."""
+    """Whether a pattern of `nightly` matches the id of a case."""
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), case, re.DOTALL) is not None
 
 
@@ -44,7 +44,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class _Allocated(TorchDispatchMode):
-    """What the allocator has given out at most, as seen behind each op; profilers miss what gloo's threads set free."""
+    """Records the peak of allocated memory, read after each op. Profilers miss memory that gloo's threads free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ class _Allocated(TorchDispatchMode):
 
 
 def allocated(step: Callable[[], None]) -> float:
-    """The most that is allocated at once while a step runs, beside what was before."""
+    """The peak of allocated bytes while a step runs, minus the bytes allocated before it."""
     with _Allocated() as allocated:
         step()
     return allocated.most - allocated.before
 
 
 def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.ShardError) -> bool:
-    """Whether a call raises an error of ours, of this kind, that says this; what else it raises goes on."""
+    """Whether a call raises an error of this kind with this text; errors of other kinds propagate."""
     try:
         fn()
     except kind as error:
@@ -79,7 +79,7 @@ def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.Sha
 
 
 def refused_input(fn: Callable[[], Any], text: str) -> bool:
-    """Whether a call raises an InputError that says this."""
+    """Whether a call raises an InputError with this text."""
     return refused(fn, text, ts.InputError)
 
 

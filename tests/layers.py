@@ -1,4 +1,4 @@
-"""Models of equal layers, and of layers that differ: for tests of captures that trace equal layers once."""
+"""Models with equal layers, and models with differing layers, for tests of captures that trace equal layers once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = 6
 
 
 class Layer(nn.Module):
-    """Attention of a kind, a dropout, and a number that nothing reads."""
+    """A residual MLP with a norm and a dropout, and a number that forward ignores."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Reentrant(Checkpointed):
 
 
 class Tuples(Stack):
-    """Layers that take and return several values, some as they came in."""
+    """Layers that accept and return several values, some of them unchanged."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -171,7 +171,7 @@ class CountsTogether(Layer):
 
 
 class Keeps(Layer):
-    """Leaves a tensor that others read."""
+    """A layer that stores a tensor as an attribute."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         self.mean = x.mean()
@@ -179,7 +179,7 @@ class Keeps(Layer):
 
 
 class Counting(Stack):
-    """Sets what its layers count back to zero, so that each call leaves the same."""
+    """Resets the layers' counters before and after a call, so that all calls compute the same."""
 
     def forward(self, ids: Tensor) -> Tensor:
         COUNT[0] = TOGETHER[0] = CountsInClass.count = 0
@@ -199,7 +199,7 @@ class ChecksInside(Layer):
 
 
 class Scaled(Stack):
-    """Layers that are called in different ways."""
+    """Calls its layers with different arguments."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)
@@ -209,7 +209,7 @@ class Scaled(Stack):
 
 
 class Twice(Stack):
-    """A layer that is called twice."""
+    """Calls one of its layers twice."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tok(ids)
@@ -219,7 +219,7 @@ class Twice(Stack):
 
 
 class Chance(Layer):
-    """A setting that is some layers' number by chance."""
+    """A layer with a setting that equals the number of some layers by chance."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Chance(Layer):
 
 
 class Default(Layer):
-    """A number whose class has a default for it."""
+    """A layer that reads its number, for which its class has a default."""
 
     number = 0
 
@@ -274,7 +274,7 @@ class Appended(Stack):
 
 
 class Around(Stack):
-    """Layers of which the third is called in a state that is set around it."""
+    """Calls its third layer within a context manager."""
 
     def __init__(self, around: Callable[[nn.Module], AbstractContextManager[object]], layer: Any = Layer) -> None:
         super().__init__(layer)

@@ -1,4 +1,4 @@
-"""Ordinary models, as users write them, each with a plan and example inputs: what the parity tests run."""
+"""Ordinary models, as users write them, each with a plan and example inputs, for the parity tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Separate q, k, v; fewer key-value heads than query heads where asked."""
+    """Attention with separate q, k and v, and optionally fewer key-value heads than query heads."""
 
     def __init__(
         self, width: int, heads: int, kv_heads: int | None = None, *, causal: bool = True, p: float = 0.0
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class FusedBySplit(nn.Module):
-    """GPT-2's way: one weight for q, k and v, cut by `split`."""
+    """GPT-2's attention: one weight for q, k and v, cut by `split`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class FusedBySplit(nn.Module):
 
 
 class FusedByView(nn.Module):
-    """timm's way: one weight for q, k and v, cut by a view to (3, heads, size)."""
+    """timm's attention: one weight for q, k and v, cut by a view to (3, heads, size)."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class FusedByView(nn.Module):
 
 
 class FusedPerHead(nn.Module):
-    """GPT-NeoX's way: q, k and v lie together head by head, cut by `chunk`."""
+    """GPT-NeoX's attention: one weight, with q, k and v interleaved per head, cut by `chunk`."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class FusedPerHead(nn.Module):
 
 
 class FusedGQA(nn.Module):
-    """Phi-3's way: one weight for q, k and v with fewer key-value heads, cut by slices; and a fused gate and up."""
+    """Phi-3's block: one weight for q, k and v with fewer key-value heads, cut by slices; a fused gate and up."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tied embeddings, dropout, a loss inside, a mask-free causal attention."""
+    """A GPT with tied embeddings, dropout, causal attention without a mask, and its own loss."""
 
     def __init__(self, vocab: int = 97, width: int = 24, heads: int = 4, kv_heads: int = 2, p: float = 0.1) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class GPT(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions, batch and group norm, a classifier whose 1,001 classes divide by nothing here."""
+    """Convolutions, batch and group norm, and a classifier of 1,001 classes, which split unevenly on all ranks here."""
 
     def __init__(self, classes: int = 1001) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class EncoderDecoder(nn.Module):
 
 
 class DenseMoE(nn.Module):
-    """Every expert runs on every token; a top-2 mask says which count."""
+    """Every expert runs on every token; a top-2 mask selects the results that are added."""
 
     def __init__(self, width: int = 12, hidden: int = 14, experts: int = 3) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ _FUSED = {"qkv": "column", "o": "row"}
 
 
 class Recurrent(nn.Module):
-    """A translator of before transformers: a GRU reads both ways, an LSTM writes, with attention to what was read."""
+    """A recurrent translator: a bidirectional GRU encodes, an LSTM decodes with attention to the encoder's results."""
 
     def __init__(self, vocab: int = 40, width: int = 7) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Recurrent(nn.Module):
 
 
 class Reversal(torch.autograd.Function):
-    """Its own value; the gradient changes its sign. A call of it is kept whole."""
+    """The identity, with a negated gradient. Its calls are kept replicated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

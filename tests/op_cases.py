@@ -1,7 +1,7 @@
-"""The calls that the oracle runs: every op with a rule, in sizes that divide by the ranks and sizes that don't.
+"""The calls that the oracle runs: every op with a rule, in sizes that split evenly and sizes that don't.
 
-Sizes are 5, 7, 4, 6, 3, 2 and 1: with 2 and 3 ranks that is even, uneven, and ranks with nothing. `splits` are the
-axes that a case's row allows to be split, as a person who knows the op would list them.
+Sizes are 5, 7, 4, 6, 3, 2 and 1: on 2 and 3 ranks they make even, uneven and empty shards. `splits` lists the
+factors that a case's row allows to split, written from knowledge of the op, not copied from the rule.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def c(*shape: int) -> T:
 
 
 def case(target: Any, splits: str | None, *args: Any, hints: tuple[Any, ...] = (), **kwargs: Any) -> Case:
-    """A call; `splits` are the axes that its row allows to be split, '+' joins those that go together, None: no row."""
+    """A call; `splits`: the factors that its row can split, '+' joins factors that split together, None: no row."""
     return Case(target, splits, args, kwargs, hints)
 
 

@@ -1,4 +1,4 @@
-"""Calls of ops as data, which `torchshard.testing` runs whole and in parts."""
+"""Calls of ops as data, which `torchshard.testing` runs unsharded and sharded."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from torchshard.testing import Choice, OpCall, PlannedCall, Report
 
 @dataclass(frozen=True)
 class T:
-    """An example tensor of a case, made anew (from a fixed seed) at each run."""
+    """An example tensor of a case, generated from a fixed seed at each run."""
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values different), 'ties' (few),
-    'rows' (equal elements in the first), 'masked' (its first columns are -inf), 'complex', 'definite' (matrices,
-    symmetric and positive definite), 'pivots' (of a factorization that swaps no rows), or 'offsets' (rising to at most
-    `high`)."""
+    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values differ), 'ties' (few values),
+    'rows' (constant first row), 'masked' (the first columns are -inf), 'complex', 'definite' (symmetric positive
+    definite matrices), 'pivots' (of a factorization without row swaps), or 'offsets' (ascending, at most `high`)."""
     high: int = 2
     grad: bool = True
     buffer: bool = False
-    """A buffer of the model, which the op may write to."""
+    """Whether the tensor is a buffer of the model, which the op may write to."""
 
     def make(self) -> Tensor:
         if self.kind == "int":
@@ -46,9 +45,9 @@ class T:
             made = torch.randperm(made.numel()).to(torch.float64).reshape(self.shape) / 3 - 1
         if self.kind == "ties":
             made = torch.randint(3, self.shape) / torch.tensor(3, dtype=torch.float64) - 0.4
-        if self.kind == "rows":  # one of them of equal elements
+        if self.kind == "rows":  # the first row is constant
             made[0] = 0.1
-        if self.kind == "masked":  # more than a rank holds
+        if self.kind == "masked":  # at least a rank's shard
             made[..., :3] = -torch.inf
         made.requires_grad_(self.grad and not self.buffer)
         return nn.Buffer(made) if self.buffer else made
@@ -60,18 +59,18 @@ class Case:
 
     target: Any
     splits: str | None
-    """The factors that the row allows to be split, in its letters: "a b p+q"; None where there must be no row."""
+    """The factors that the row allows to split, by its letters: "a b p+q"; None if the op must not have a row."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hints: tuple[Any, ...] = ()
-    """Shards to try besides the plain ones and those in segments and units."""
+    """Further shards to try, after plain ones and ones with segments and units."""
     values: bool = True
     """False: the op's values are undefined (`empty`), only shapes are compared."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the `OpCall`."""
 
     def call(self, seed: int = 0) -> OpCall:
-        """The call, with the tensors of a seed."""
+        """The call, with tensors generated from a seed."""
         torch.default_generator.manual_seed(seed)
         leaves, spec = pytree.tree_flatten((self.args, dict(self.kwargs)))
         args, kwargs = pytree.tree_unflatten([x.make() if isinstance(x, T) else x for x in leaves], spec)
@@ -79,7 +78,7 @@ class Case:
 
 
 def row_and_choices(case: Case, world: int, *, in_parts: bool = True) -> tuple[Any, list[Choice]]:
-    """The row of a case's op, and all its choices, in parts and units too."""
+    """The row of a case's op and all its choices, including those with parts and units."""
     return case.call().row_and_choices(world, in_parts=in_parts)
 
 
@@ -89,5 +88,5 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> PlannedCall:
 
 
 def run(case: Case, choice: Choice, world: int, seed: int = 0) -> Report:
-    """The comparison of one case under one choice."""
+    """Compares one case under one choice with the unsharded op."""
     return case.call(seed).check(choice, world)

@@ -1,4 +1,4 @@
-"""Models in the sizes at which predicted bytes and memory are compared with those of a step."""
+"""Models, in sizes at which predicted bytes and memory are compared with a real step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Layer(nn.Module):
-    """A decoder's, with cross attention."""
+    """A decoder layer with cross attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class _Decoder(nn.Module):
 
 
 class _Mixed(nn.Module):
-    """Experts in one weight, of which each token takes all, weighted."""
+    """Experts stacked in one weight; each token gets a weighted sum of all experts."""
 
     def __init__(self, experts: int = 4) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ PRICED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "images": (_Images, lambda: ((torch.randn(8, 3, 16, 16), torch.arange(8)), {})),
     "mlp_wide": (lambda: MLP(WIDTH, 512, WIDTH), lambda: ((torch.randn(32, WIDTH),), {})),
 }
-"""Name -> a model, and a call with the whole batch."""
+"""Name -> a model, and a call with the full batch."""
 
 
 def _built(name: str) -> tuple[nn.Module, Call]:
@@ -149,7 +149,7 @@ def _captured(name: str) -> CapturedCall:
 
 
 def priced(name: str, axes: Mapping[str, str]) -> PlannedCall:
-    """A model over two ranks along each axis; those that have a word in `axes` divide the batch."""
+    """Plans a model for two ranks along each axis; axes with a non-empty value in `axes` split the batch."""
     data = {axis: way for axis, way in axes.items() if way}
     mesh = dict.fromkeys(axes, 2)
     divides: Any = data if len(axes) > 1 else data["dp"]

@@ -1,8 +1,8 @@
-"""Random models with random plans: what nobody thought of writing down.
+"""Random models with random plans, for cases that no hand-written test covers.
 
-A program is a list of words of four small numbers. Each word is read against the values that there are so far and
-becomes one line of a `forward`, or none where it does not fit: any list of words is a valid model, and a shorter list
-of smaller numbers a simpler one, so that a failure shrinks to a few lines that can be run as they are.
+A program is a list of words of four small numbers. Each word refers to the values so far and becomes one line of a
+`forward`; a word that does not fit is skipped. So any list of words is a valid model. A shorter list of smaller
+numbers is a simpler model, so a failure shrinks to a few lines that can be run as they are.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torchshard.testing import Report, capture
 
 Word = tuple[int, int, int, int]
-"""What kind of line, of which value (from the latest back), and two numbers that its kind reads as it likes."""
+"""The kind of line, the value (counted back from the latest), and two numbers that each kind interprets differently."""
 
 LARGEST = 1500
-"""Elements of a value; larger ones are not made."""
+"""The most elements of a value; a line with a larger result is skipped."""
 LOUDEST = 1e3
-"""The largest absolute value: what grows further loses digits to rounding."""
+"""The largest absolute value; larger values would lose digits to rounding."""
 CLASSES = 7
 
 words = st.tuples(st.integers(0, 10_000), st.integers(0, 6), st.integers(0, 8), st.integers(0, 8))
@@ -34,18 +34,18 @@ shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 @dataclass(frozen=True)
 class Text:
-    """A model as its source, and what it is called with."""
+    """A model as source text, with its inputs."""
 
     lines: tuple[str, ...]
     results: tuple[str, ...]
     parameters: tuple[tuple[int, ...], ...]
     """Shapes of p0, p1, ..."""
     shape: tuple[int, ...]
-    """Of the input x; `ids` has its first two dims."""
+    """The shape of the input x; `ids` has its first two dims."""
 
     @property
     def source(self) -> str:
-        """The text of its forward."""
+        """The source text of the model's forward."""
         body = "\n".join(f"    {line}" for line in (*self.lines, f"return {', '.join(self.results)}"))
         return f"def forward(self, x, ids):\n{body}\n"
 
@@ -58,7 +58,7 @@ class Text:
         return _Made(self)
 
     def inputs(self, batch: int = 0) -> tuple[Tensor, Tensor]:
-        """What it is called with."""
+        """The model's inputs; `batch` is the seed."""
         draw = torch.Generator().manual_seed(batch)
         x = torch.randn(self.shape, generator=draw, dtype=torch.float64)
         return x, torch.randint(CLASSES, self.shape[:2], generator=draw)
@@ -86,7 +86,7 @@ def _weight(index: int, shape: Sequence[int]) -> Tensor:
 
 
 class _Held:
-    """What is `self` while a program is written."""
+    """The `self` of a forward while the program is written."""
 
     def __init__(self) -> None:
         self.running = torch.ones((), dtype=torch.float64)
@@ -96,7 +96,7 @@ class _Held:
 
 
 class _Writer:
-    """Reads words; keeps what the lines so far compute."""
+    """Turns words into lines, and keeps the values that the lines so far compute."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
@@ -109,7 +109,7 @@ class _Writer:
         x, ids = Text((), (), (), self.shape).inputs()
         self.values: dict[str, Tensor] = {}
         self.own: set[str] = set()
-        """Values that may be written to: their memory is no input's, parameter's or buffer's."""
+        """Values that may be written to: they don't share memory with an input, parameter or buffer."""
         self._held = _Held()
         self._scope: dict[str, Any] = {"torch": torch, "F": F, "ids": ids, "self": self._held}
         self._keep("x", x)
@@ -131,7 +131,7 @@ class _Writer:
             return eval(line, self._scope)
 
     def parameter(self, *shape: int) -> str:
-        """The name of a parameter of a shape: the last of that shape, every other time, else a new one."""
+        """The name of a parameter of this shape: on every other line the latest one if it exists, else a new one."""
         found = [i for i, known in enumerate(self.parameters) if known == shape]
         if found and len(self.lines) % 2:
             return f"self.p{found[-1]}"
@@ -139,12 +139,12 @@ class _Writer:
         return f"self.p{len(self.parameters) - 1}"
 
     def like(self, name: str, b: int) -> str:
-        """Another value, or the same, of a shape that broadcasts with it."""
+        """The name of a value that broadcasts with `name`; it may be `name` itself."""
         found = [other for other, v in self.values.items() if _broadcasts(v.shape, self.values[name].shape)]
         return found[-1 - b % len(found)]
 
     def read(self, word: Word) -> None:
-        """Adds a line, unless the word does not fit what there is."""
+        """Adds a line, unless the word does not fit the values so far."""
         kind, a, b, c = word
         names, parameters = list(self.values), list(self.parameters)
         name = names[-1 - a % len(names)]
@@ -156,7 +156,7 @@ class _Writer:
             self._start()
 
     def _is_good(self, line: str) -> bool:
-        """Whether a line runs, and what there is then is neither large nor loud; its value is kept."""
+        """Whether a line runs and all values then stay within `LARGEST` and `LOUDEST`; keeps the line's value."""
         try:
             made = self._value(line)
         except (RuntimeError, IndexError, ValueError):
@@ -172,7 +172,7 @@ class _Writer:
         return all(bool(v.isfinite().all()) and v.abs().max() < LOUDEST for v in self.values.values())
 
     def text(self, results: int) -> Text:
-        """The program whose results are the last values."""
+        """The program that returns the last values."""
         return Text(
             tuple(f"v{i} = {line}" for i, line in enumerate(self.lines)),
             tuple(list(self.values)[-results:]),
@@ -210,7 +210,7 @@ def _two(w: _Writer, x: str, b: int, c: int) -> str:
 
 
 def _scaled(w: _Writer, x: str, b: int, c: int) -> str:
-    """By a parameter, of one dim's size or of all of the last."""
+    """Combines a value with a parameter that varies along one dim."""
     shape = w.values[x].shape
     dim = b % len(shape)
     return f"{x} {'+*-'[c % 3]} {w.parameter(*[n if i == dim else 1 for i, n in enumerate(shape)][dim:])}"
@@ -255,7 +255,7 @@ def _factored(w: _Writer, x: str, b: int, c: int) -> str | None:
 
 
 def _viewed(w: _Writer, x: str, b: int, c: int) -> str:
-    """All dims merged and others made of them."""
+    """Merges all dims and cuts the result into two."""
     total = w.values[x].numel()
     first = [n for n in range(1, total + 1) if total % n == 0]
     return f"{x}.reshape({first[b % len(first)]}, -1)" if c % 2 else f"{x}.reshape(-1, {first[b % len(first)]})"
@@ -349,7 +349,7 @@ def _convolved(w: _Writer, x: str, b: int, c: int) -> str | None:
 
 
 def _picked(w: _Writer, x: str, b: int, c: int) -> str:
-    """By their order, or by places that are numbers."""
+    """Picks elements by the order of their values or by constant indices."""
     shape = w.values[x].shape
     dim = b % len(shape)
     size = shape[dim]
@@ -371,7 +371,7 @@ def _picked(w: _Writer, x: str, b: int, c: int) -> str:
 
 
 def _batched(w: _Writer, x: str, b: int, c: int) -> str | None:
-    """Of matrices, images and signals, each of which is one."""
+    """Ops on a batch of matrices or signals."""
     shape = w.values[x].shape
     if len(shape) < 3:
         return None
@@ -391,7 +391,7 @@ def _batched(w: _Writer, x: str, b: int, c: int) -> str | None:
 
 
 def _normed(w: _Writer, x: str, b: int, c: int) -> str | None:
-    """By statistics of a batch, or of a sample."""
+    """Normalizes by statistics of a batch, a sample or a vector."""
     shape = w.values[x].shape
     if len(shape) < 2:
         return None
@@ -408,7 +408,7 @@ def _normed(w: _Writer, x: str, b: int, c: int) -> str | None:
 
 
 def _counted(w: _Writer, x: str, b: int, c: int) -> str:
-    """A buffer that is written to, and read."""
+    """Writes to a buffer and reads it."""
     return f"{x} * (1 + self.running.add_({x}.detach().mean(), alpha=0.1))"
 
 
@@ -420,7 +420,7 @@ KINDS: tuple[Kind, ...] = (
 
 
 def written(shape: tuple[int, ...], said: Sequence[Word], results: int = 2) -> Text:
-    """The program that some words say."""
+    """The program that a list of words describes."""
     writer = _Writer(shape)
     for word in said:
         writer.read(word)
@@ -428,7 +428,7 @@ def written(shape: tuple[int, ...], said: Sequence[Word], results: int = 2) -> T
 
 
 def drawn(seed: int) -> Text:
-    """A program of random words, the same for a seed."""
+    """A program of random words, determined by a seed."""
     draw = random.Random(seed)
     shape = tuple(draw.randint(1, 9) for _ in range(draw.randint(1, 4)))
     count = draw.randint(3, 30)
@@ -440,29 +440,29 @@ def drawn(seed: int) -> Text:
 
 
 def can_be_trained(text: Text) -> bool:
-    """Whether autograd takes it, and gives some gradient that is more than rounding noise."""
+    """Whether its backward runs, and some gradient exceeds rounding noise."""
     model, inputs = text.model(), text.inputs()
     try:
         outputs = model(inputs[0].requires_grad_(), inputs[1])
         made = outputs if isinstance(outputs, tuple) else (outputs,)
         sum((o.sum() for o in made if o.requires_grad), torch.zeros(())).backward()
-    except RuntimeError:  # written to after it was saved for the backward, or one of several views
+    except RuntimeError:  # writes to a tensor that was saved for the backward, or to one of several views
         return False
     grads = [t.grad.abs().max() for t in (inputs[0], *model.parameters()) if t.grad is not None]
     return any(bool(g > 1e-6) for g in grads)
 
 
 def texts(longest: int = 30) -> st.SearchStrategy[Text]:
-    """Programs of at most so many lines."""
+    """Trainable programs of at most `longest` lines."""
     said = st.lists(words, min_size=1, max_size=longest)
     return st.builds(written, shapes, said, st.integers(1, 3)).filter(can_be_trained)
 
 
 def checked(text: Text, world: int, seed: int) -> Report:
-    """A program under a random plan, beside the model.
+    """Compares a program under a random plan with the unsharded model.
 
     Raises:
-        AssertionError: an op of it has no rule.
+        AssertionError: an op lacks a rule.
     """
     model, inputs = text.model(), text.inputs()
     inputs[0].requires_grad_()

@@ -1,4 +1,4 @@
-"""A small model that trains for some steps, is saved, and goes on elsewhere: what tests of checkpoints share."""
+"""A small model that trains, is saved, and resumes elsewhere, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def small(plan: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
     """AdamW with and without weight decay, in two groups.
 
-    With a large eps: the gradient of a key's bias is rounding alone, and would be divided by its own size.
+    The eps is large because the gradient of a key's bias is rounding noise, which a small eps would scale up.
     """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -84,7 +84,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, sche
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of all parameters and buffers, whole."""
+    """A copy of all parameters and buffers, unsharded."""
     if isinstance(model, ts.ShardedModule):
         return model.full_state_dict()
     return copy.deepcopy(model.state_dict())

@@ -1,4 +1,4 @@
-"""The rooms of the package: each imports only rooms below it, and no modules import each other in a circle."""
+"""The rooms of the package: each imports only rooms below it, without import cycles."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOMS = [
     "__main__", "cli", "testing", "public", "api", "report", "checking", "checkpoints", "nn", "runtime", "compiler",
     "passes", "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
 ]  # fmt: skip
-"""From the top down, as a model flows through them; a room imports only rooms below it."""
+"""The rooms from the top down; each imports only rooms below it."""
 
 FORBIDDEN = {
     "core": ["torch.distributed", "torch.fx"],
@@ -30,7 +30,7 @@ FORBIDDEN = {
     "compiler": ["torch.distributed"],
     "checking": ["torch.distributed"],
 }
-"""Rules see no graph; only `distributed`, `nn`, `runtime` and the check on processes touch a process group."""
+"""Rules don't see graphs; only `distributed`, `nn`, `runtime` and the check on processes use a process group."""
 EXEMPT = {"checking.processes"}
 PURE = {"core.notation", "core.choices", "core.conversions"}
 """Modules that do not import torch at all."""
@@ -44,7 +44,7 @@ MODULES = {_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path !
 
 
 def _imported(path: Path) -> Iterator[str]:
-    """All that a module imports, in functions and for type checkers too, as dotted names."""
+    """The dotted names that a module imports, including imports in functions and for type checkers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -82,11 +82,11 @@ USERS_OBJECTS = {
     "capture.carried: value", "capture.namespaces: owner", "custom_ops.whole: function", "testing.rules: target",
     "weights.tape: op",
 }  # fmt: skip
-"""Fields that hold an object of the user's or of PyTorch, of whichever type."""
+"""Fields for objects of the user or of PyTorch, which may have any type."""
 
 
 def test_no_field_hides_a_type_of_a_room_above() -> None:
-    """A field of type Any would let a room use what it may not import."""
+    """A field of type Any would let a room use types that it must not import."""
     found = set()
     for module, path in MODULES.items():
         classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
@@ -111,7 +111,7 @@ def test_importing_makes_no_process_group_and_prints_nothing() -> None:
 
 
 def test_tests_named_for_the_night_exist(tmp_path: Path) -> None:
-    """A case that gets another name would run by day."""
+    """`nightly` raises if a pattern matches no case; else a renamed case would leave the nightly run unnoticed."""
 
     def collected(names: str) -> tuple[list[str], str]:
         file = tmp_path / "test_cases.py"
@@ -148,7 +148,7 @@ def test_it(case):
 
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 DOOR = {"testing", "distributed", "distributed.launch", "nn", "nn.functional"}
-"""What tests import, beside `torchshard` itself: what users import; `launch` is a function, too."""
+"""The public modules that tests import, in addition to `torchshard`; `launch` is also a function."""
 INSIDE = {
     "test_capture.py": "nodes of a capture before any pass",
     "test_capture_parts.py": "known calls, watched code, attributes",
@@ -172,7 +172,7 @@ INSIDE = {
     "test_shared_memory.py": "wire and memory",
     "test_step.py": "graphs of a step",
 }
-"""The tests of one algorithm by itself, which import more: of what."""
+"""Tests that import internal modules -> the algorithm that they test by itself."""
 
 
 def test_tests_go_through_the_door() -> None:
@@ -208,11 +208,11 @@ def test_no_test_reads_a_private_name(path: Path) -> None:
 
 
 def test_every_seeded_fault_has_its_place() -> None:
-    """The bench of faults changes lines of the library: each is there, once."""
+    """Each line that `benchmarks/mutants.py` replaces occurs exactly once in its file."""
     spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
     assert spec is not None and spec.loader is not None
     mutants = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = mutants  # its dataclass looks itself up there
+    sys.modules["mutants"] = mutants  # its dataclass looks up its module there
     spec.loader.exec_module(mutants)
     texts = {fault.file: (ROOT / "torchshard" / fault.file).read_text() for fault in mutants.FAULTS}
     assert len(mutants.FAULTS) >= 30
@@ -231,12 +231,12 @@ def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
 FACTORIES = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
              "randperm", "scalar_tensor", "tensor", "zeros"}  # fmt: skip
 BY_DEFAULT = {"distributed.primitives: torch.empty(tuple(like), dtype=dtype)"}
-"""What a user asks for by its shape alone is where PyTorch makes tensors by default."""
+"""A tensor that a user requests by shape alone is created on PyTorch's default device."""
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_library_says_where_its_tensors_are(module: str) -> None:
-    """PyTorch's default device is the user's: `torch.set_default_device("cuda")` moves what says no device."""
+    """Factory calls pass a device, since `torch.set_default_device("cuda")` moves tensors created without one."""
     calls = (node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call))
     made = (call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES})
     without = {f"{module}: {ast.unparse(call)}" for call in made if all(k.arg != "device" for k in call.keywords)}

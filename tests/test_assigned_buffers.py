@@ -1,4 +1,4 @@
-"""Buffers that forward assigns (`self.mean = ...`), and what reads a buffer's memory before forward writes to it."""
+"""Buffers that forward assigns (`self.mean = ...`), and reads of a buffer's memory before forward writes to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SPLIT = {"up": "column", "down": "row"}
 
 
 class _Statistics(nn.Module):
-    """Running ones, of a module within the model."""
+    """A submodule with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Statistics(nn.Module):
 
 
 class _Model(nn.Module):
-    """Two layers, with something between them that may assign to the buffers."""
+    """Two layers, and a function between them that may assign to the buffers."""
 
     def __init__(self, between: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ EXACT = [
 
 
 def _trained(model: nn.Module, sharded: Any, count: int = 3) -> float:
-    """The worst difference of a gradient, a parameter or a buffer in some steps."""
+    """Trains both models; returns the largest difference of a gradient, parameter or buffer."""
     worst = []
     for step in range(count):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).double()
@@ -200,7 +200,7 @@ def _assigned_in_a_checkpoint(m: Any, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("between", [_norm_in_a_checkpoint, _assigned_in_a_checkpoint])
 def test_what_a_checkpoint_writes_twice_is_told(between: Any) -> None:
-    """PyTorch writes when forward runs, and again when backward computes it again."""
+    """PyTorch writes in forward, and again when backward recomputes it; a sharded model writes once, and warns."""
     model = _Model(between)
     model.norm = nn.BatchNorm1d(8)
     for is_training in (True, False):

@@ -1,4 +1,4 @@
-"""What forward assigns to plain attributes: caches and logs make no difference to later calls, state is refused."""
+"""Plain attributes that forward assigns: caches and logs are accepted; state that changes later calls is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchshard.testing import capture
 
 
 class _Up(nn.Module):
-    """A linear, and attributes that its forward may write."""
+    """A linear layer, and attributes that its forward may write."""
 
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_what_makes_no_difference_may_be_left(body: Callable[[Any, Tensor], Tens
 
 
 class _Experts(nn.Module):
-    """A layer that leaves an auxiliary loss for the training loop."""
+    """A layer that stores an auxiliary loss for the training loop."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_state_is_refused(body: Callable[[Any, Tensor], Tensor]) -> None:
 
 
 def _held(model: _Up) -> dict[str, str]:
-    """The text of each attribute, of `holder`'s too."""
+    """The text of each attribute, including the attributes of `holder`."""
     return {name: repr(value) for name, value in {**vars(model), **vars(model.holder)}.items()}
 
 
@@ -232,7 +232,7 @@ def test_what_cannot_be_copied_is_an_error() -> None:
 
 
 def test_a_weight_computed_by_a_hook() -> None:
-    """The older weight_norm leaves a computed tensor in an attribute; each call computes it before it reads it."""
+    """The older weight_norm stores a computed tensor in an attribute; each call computes it before reading it."""
     torch.manual_seed(0)
     model = torch.nn.utils.weight_norm(nn.Linear(6, 8))
     report = ts.check(nn.Sequential(model), {}, world_size=2, example_inputs=(torch.randn(4, 6),))

@@ -1,4 +1,4 @@
-"""Autocast and `no_grad`, around the call, inside the model, and in each other: what PyTorch computes, or told."""
+"""Autocast and `no_grad`, around the call, inside the model and nested, compared with eager PyTorch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _autocast(enabled: bool = True, dtype: torch.dtype = torch.bfloat16) -> torc
 
 
 class _Layers(nn.Module):
-    """Some layers, and a forward that is given."""
+    """Some layers, called by the function `body`."""
 
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def _within(m: Any, x: Tensor) -> Tensor:
 
 
 def _off(m: Any, x: Tensor) -> Tensor:
-    """As the rotary positions of Hugging Face's models."""
+    """Switches autocast off, like the rotary positions of Hugging Face's models."""
     h = m.up(x)
     with _autocast(enabled=False):
         return m.down(h.float())
@@ -94,7 +94,7 @@ def _attention(m: Any, x: Tensor) -> Tensor:
 
 
 def _biased_attention(m: Any, x: Tensor) -> Tensor:
-    """A bias that needs a gradient, as T5 has it: PyTorch computes in float32, to which it casts by itself."""
+    """A bias that needs a gradient, as in T5: PyTorch casts to float32 by itself and computes in it."""
     with _autocast():
         h = m.up(x).view(1, 4, 2, 8).transpose(1, 2)
         bias = m.up.weight[:4, :4].expand(1, 2, 4, 4)
@@ -141,7 +141,7 @@ def _again(m: Any, x: Tensor) -> Tensor:
 
 
 class _Triple(torch.autograd.Function):
-    """Its result's dtype, and its gradient, show whether it was called in autocast."""
+    """A Function that shows by its result's dtype and its gradient whether it was called in autocast."""
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu")
@@ -176,7 +176,7 @@ BODIES = [
 @pytest.mark.parametrize("around", [False, True], ids=["", "around"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_blocks_in_a_model(body: Callable[[Any, Tensor], Tensor], around: bool) -> None:
-    """In bfloat16 beside eager PyTorch, and widened beside the captured graph."""
+    """Compares in bfloat16 with eager PyTorch, and widened with the captured graph."""
     model = _Layers(body)
     with _autocast(enabled=around):
         report = ts.check(model, "auto", world_size=2, example_inputs=(X,), dtype=None).raise_on_error()
@@ -189,7 +189,7 @@ def test_blocks_in_a_model(body: Callable[[Any, Tensor], Tensor], around: bool) 
 
 @pytest.mark.parametrize("around", [False, True], ids=["", "around"])
 def test_listing(around: bool) -> None:
-    """Casts are nodes: activations once per op, a parameter once for all ops that take it."""
+    """Casts are nodes: one per op for activations, one in all for a parameter, however many ops use it."""
     with _autocast(enabled=around):
         graph = capture(_Layers(_again), (X,)).graph.graph
     casts = [n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.to.dtype]
@@ -221,7 +221,7 @@ def test_pins_reach_through_casts(style: str, dims: tuple[int | None, ...]) -> N
 
 
 def _training(rank: int) -> list[float]:
-    """Losses of a few steps, sharded beside unsharded, with autocast around the forward as tutorials have it."""
+    """The relative differences of sharded from unsharded losses in a few steps, with autocast around the forward."""
     case, differences = CASES["gpt"], []
     torch.manual_seed(0)
     model = case.build()

@@ -1,4 +1,4 @@
-"""Training on parts of a batch: that on the whole batch, whole batches too, and what is refused."""
+"""Training on a batch that is split across ranks, compared with the full batch; global inputs; and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchshard.testing import (
 
 
 def _trained(rank: int, data: Any, kinds: tuple[str, ...]) -> dict[str, float]:
-    """The worst differences of parameters after steps of AdamW."""
+    """Kind of training -> the largest difference of a parameter after steps of AdamW."""
     world, worst = torch.distributed.get_world_size(), {}
     for kind in kinds:
         model = _model_of(kind)
@@ -49,7 +49,7 @@ def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...],
 
 @on_ranks(2)
 def test_a_loss_outside_is_averaged_as_ddp_does(rank: int) -> None:
-    """The worst difference of a gradient from DistributedDataParallel's, of a loss outside of the model."""
+    """Gradients of a loss outside of the model equal DistributedDataParallel's."""
     model, own = _model(p=0.0), _own(_batch(2), rank)
     sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
     wrapped = DistributedDataParallel(model)
@@ -59,12 +59,12 @@ def test_a_loss_outside_is_averaged_as_ddp_does(rank: int) -> None:
 
 
 def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
-    """Where each rank passes whole batches: the worst differences of results, and of gradients of losses of all."""
+    """Case -> the largest difference of results and gradients from the unsharded model, with global inputs."""
     worst = {}
     cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
         "GPT": (_model(), [_batch(4), _batch(4, 7), tuple(t[:8] for t in _batch(8))]),
         "sizes": (Sizes().double(), [(torch.randn(8, 5, 4).double(), torch.randn(5, 4).double()) for _ in range(3)]),
-        # the mask has as many rows as a part of the batch, and is no part
+        # the mask has the row count of a rank's part of the batch, but is not batched
         "rows": (Sizes().double(), [(torch.randn(8, 4, 4).double(), torch.randn(4, 4).double())] * 2),
     }
     for name, (model, batches) in cases.items():

@@ -1,4 +1,4 @@
-"""Batches that the ranks divide: each passes its own part, and gradients are those of the whole batch."""
+"""A batch that is split across ranks: each rank passes its own part, and gradients equal the full batch's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _model(**options: Any) -> Model:
 
 
 def _batch(ranks: int, length: int = 12) -> tuple[Tensor, Tensor]:
-    """Token ids and labels, of which the ranks' parts have different counts."""
+    """Token ids and labels; the number of valid labels differs between the ranks' parts."""
     ids = torch.randint(0, 32, (ranks * PART, length), generator=torch.Generator().manual_seed(length))
     labels = ids.clone()
     labels[0, :7], labels[-1] = -100, -100
@@ -48,7 +48,7 @@ def _batch(ranks: int, length: int = 12) -> tuple[Tensor, Tensor]:
 
 
 class Sizes(nn.Module):
-    """Reads its batch size, computes over the batch, and has an argument and results without it."""
+    """Reads its batch size, computes across the batch, and has an argument and results without a batch dim."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sizes(nn.Module):
 
 
 class Pairs(nn.Module):
-    """A contrastive loss: each sample of the batch beside each other one."""
+    """A contrastive loss, which compares each sample of the batch with each other sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Pairs(nn.Module):
 
 
 class Images(nn.Module):
-    """Batch statistics are those of the whole batch, and so are the buffers that they are written to."""
+    """A batch norm, which computes its statistics and buffers over the full batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Any) -> 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
-    """Each weight that backward needs is sent once less, for a whole weight that is kept."""
+    """`shard_grad_op` gathers each weight that backward needs only once, but keeps the full weight in memory."""
     of_batch = {}
     for data in ("shard", "shard_grad_op"):
         model, batch = _model(), _batch(2)
@@ -142,7 +142,7 @@ def _planned(data: Any) -> PlannedCall:
 @nightly("replicate")
 @pytest.mark.parametrize("data", WAYS)
 def test_a_missing_sum_is_seen(data: Any) -> None:
-    """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
+    """Without a weight's `copy`, each rank computes the gradient of its own part only; all results are still exact."""
     made = _planned(data)
     assert made.check().ok
     copies = [node.name for node in made.graph.graph.nodes if node.target is torch.ops.torchshard.copy.default]
@@ -161,7 +161,7 @@ def test_a_missing_sum_is_seen(data: Any) -> None:
 def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     bucketed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As FSDP2 has it: no more than two groups are whole at a time, none is saved, and gradients are scattered."""
+    """Like FSDP2: at most two groups are gathered at a time, full weights aren't saved, and gradients are scattered."""
     if not bucketed:
         monkeypatch.setattr("torchshard.ir.buckets.BUCKETED_BYTES", 0)
     made = _planned("shard")
@@ -171,7 +171,7 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
     parts = made.step_graphs()
     assert not [name for name in parts.saved if "gather" in name]
     gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
-    assert gathered == [groups, groups - 2]  # not again for look-ups
+    assert gathered == [groups, groups - 2]  # look-ups don't gather again
     assert [_begun(graph, "reduce_scatter") for graph in (parts.forward, parts.backward)] == [0, groups - 1]
     kernels = Counter(kernel for c in made.plan.costs.collectives for kernel in _kernels(c))
     assert kernels["all_gather"] == sum(gathered) and kernels["reduce_scatter"] == groups - 1
@@ -184,12 +184,12 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
 
 
 def _kernels(collective: Any) -> list[str]:
-    """The kernels of what it sends, once for each message."""
+    """The kernels that a collective runs, one per message."""
     return [sent.kernel for sent in collective.sent for _ in range(sent.times if sent.nbytes else 0)]
 
 
 def _begun(graph: fx.GraphModule, kernel: str) -> int:
-    """How many collectives a graph begins with such a kernel."""
+    """The number of collectives of a kernel that a graph begins."""
     return sum(_begins(node, kernel) for node in graph.graph.nodes)
 
 
@@ -199,7 +199,7 @@ def _begins(node: fx.Node, kernel: str) -> bool:
 
 
 class Casts(nn.Module):
-    """Under autocast weights are cast; a dim of 5 does not divide."""
+    """A model with weights that autocast casts, and a dim of 5, which splits unevenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data:
         is_cast = kernel == "all_gather" and operand.ndim
         assert operand.dtype == (torch.bfloat16 if is_cast else torch.float32), node
         counted += {"all_reduce": 1, "reduce_scatter": 0.5, "all_gather": 1}[kernel] * nbytes(operand)
-    assert counted == pytest.approx(plan.costs.nbytes, rel=0.15)  # rows of 5 and 8 are divided unevenly
+    assert counted == pytest.approx(plan.costs.nbytes, rel=0.15)  # rows of 5 and 8 are split unevenly
 
 
 def _summed(rank: int, data: Any) -> bool:
@@ -260,7 +260,7 @@ def test_gradients_of_a_layer_are_one_message() -> None:
     ids, labels = _batch(2)
     plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
     assert set(plan.parameters.values()) == {ts.I}
-    # the count of the valid labels and the loss; of gradients those of two blocks, and of what is in none
+    # forward: the count of valid labels, the loss; backward: two blocks' gradients, all other gradients
     assert plan.costs.calls == (2, 3)
     again = ts.Plan.from_json(plan.to_json())
     assert again == plan and again.last.data == "replicate"
@@ -272,7 +272,7 @@ def _own(batch: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
 
 
 KINDS = ("inside", "outside", "accumulated", "frozen")
-"""A loss in the model, and one outside of it; gradients of two calls; a part of the model that is not trained."""
+"""A loss inside the model; a loss outside; gradients accumulated over two calls; a frozen part of the model."""
 
 
 def _model_of(kind: str) -> Model:
@@ -286,7 +286,7 @@ def _model_of(kind: str) -> Model:
 def _train_both(
     kind: str, model: Model, sharded: Any, parts: int, part: int, lengths: tuple[int, ...]
 ) -> tuple[float, torch.optim.Optimizer]:
-    """The worst difference of a parameter after steps of AdamW on whole batches and on one part; the latter's."""
+    """Trains on full batches and on one part; returns a parameter's largest difference, and the part's optimizer."""
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
     for step, length in enumerate(lengths):
         batch = _batch(parts, length)

@@ -1,4 +1,4 @@
-"""The model-parallel API as people call it: in place, uneven, asynchronous, in any groups; on real gloo ranks."""
+"""Hand-written calls of the model-parallel API on gloo ranks: in place, uneven, asynchronous, in any groups."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
 
 
 def _lazy(rank: int) -> Iterator[tuple[str, bool]]:
-    """Views whose sign or conjugation is still to be done."""
+    """Views with a pending negation or conjugation."""
     world = tsd.get_group_size()
     z = torch.tensor([[1 + 2j, 3 - 1j]]) * (rank + 1)
     for name, x in (("negative", z.clone().conj().imag), ("conjugated", z.conj())):
@@ -59,7 +59,7 @@ def _lazy(rank: int) -> Iterator[tuple[str, bool]]:
 
 
 def _stale(rank: int) -> Iterator[tuple[str, bool]]:
-    """What is kept elsewhere while a collective writes or reads."""
+    """Tensors that autograd or the caller uses while a collective writes or reads them."""
     leaf = torch.ones(3, requires_grad=True)
     kept = leaf.exp()  # its backward reads its result
     tsd.reduce(kept.detach())
@@ -71,7 +71,7 @@ def _stale(rank: int) -> Iterator[tuple[str, bool]]:
     for name, call in CALLS.items():
         x = torch.arange(35.0).reshape(5, 7)
         expected = call(x.clone())
-        if name != "reduce":  # which sums in place
+        if name != "reduce":  # it sums in place
             handle = call(x, async_op=True)
             x.zero_()
             yield f"{name}: what is sent may change meanwhile", torch.equal(handle.wait(), expected)
@@ -87,7 +87,7 @@ def _stale(rank: int) -> Iterator[tuple[str, bool]]:
 
 
 ASKING = ("gather", "all_gather", "all_to_all")
-"""Calls that ask for the ranks' sizes, which breaks a compiled graph."""
+"""Calls that exchange the ranks' sizes, which breaks a compiled graph."""
 
 
 def _compiled(rank: int) -> Iterator[tuple[str, bool]]:

@@ -1,4 +1,4 @@
-"""What makes two calls the same to a graph, and what a sharded model shows of the model that it was."""
+"""Calls of a sharded model: arguments that select a graph, arguments that are refused, and hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
 
 class _Scaled(nn.Module):
-    """A linear whose result is changed by an argument of any kind."""
+    """A linear layer that scales its result by an argument of any type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Itself:
 
 
 class _Bag(dict[str, Tensor]):
-    """A dict that pytree does not know."""
+    """A dict that is not registered with pytree."""
 
 
 @pytest.mark.parametrize("by", [np.ones(8), iter([1]), _Itself(), _Bag(a=X)], ids=lambda v: type(v).__name__)
@@ -124,7 +124,7 @@ def test_an_argument_that_forward_changes_is_changed() -> None:
 
 
 class _FlattensAndWrites(nn.Module):
-    """Whether the reshape is a view or a copy depends on how the input lies in memory."""
+    """Writes to a reshape, which is a view or a copy depending on the input's strides."""
 
     def forward(self, x: Tensor) -> Tensor:
         h = x * 2

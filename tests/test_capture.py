@@ -1,4 +1,4 @@
-"""What survives capture, and what is refused: the traps of exporting a model, each with a model that has it."""
+"""The traps of exporting a model, each with a model that is captured exactly or refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _exact(model: nn.Module, *args: Any, plan: dict[str, Any] | None = None, **k
 
 
 class _Up(nn.Module):
-    """A linear, and whatever a test does around it."""
+    """A linear layer and a norm, called by the function `body`."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_names_follow_the_module_path() -> None:
 
 
 class _NamedAsCode(nn.Module):
-    """Buffers, parameters and modules whose names mean something in the code of a graph."""
+    """Buffers, parameters and modules with names that have a meaning in the code of a graph."""
 
     names = ("as", "None", "self", "torch", "device", "inf", "tangents_1", "a-b", "\u00e9", "linear", "x")
 
@@ -95,7 +95,7 @@ def test_two_arguments_that_are_one_tensor_stay_two() -> None:
 
 
 def test_a_model_that_seeds_the_stream_is_refused() -> None:
-    """Its graph would be seeded once: other numbers than the model's from the second call on."""
+    """The graph would be seeded only once, so its numbers would differ from the model's from the second call on."""
 
     def body(m: _Up, x: Tensor) -> Tensor:
         torch.manual_seed(3)
@@ -233,7 +233,7 @@ def test_sizes_that_the_graph_does_not_hold_for_are_captured_anew() -> None:
 
 
 def _asking(graph: Any, trained: Any) -> None:
-    """A pass that compares a size that varies with a number."""
+    """A pass that compares a dynamic size with a number."""
     mark_needs_grad(graph, trained)
     (x,) = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
     assert x.shape[0] == 4 or x.shape[0] != 4
@@ -241,7 +241,7 @@ def _asking(graph: Any, trained: Any) -> None:
 
 @pytest.mark.parametrize("asked", [False, True], ids=["as it is", "a pass asks"])
 def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a pass is told of the example's sizes holds for no other call."""
+    """A pass may compare the example's sizes with numbers; other calls must not rely on the answer."""
     if asked:
         monkeypatch.setattr("torchshard.compiler.prepare.mark_needs_grad", _asking)
     model = _Up(lambda m, x: torch.bmm(x.expand(4, -1, -1), m.up.weight.t().expand(4, -1, -1)).sum(1) / x.shape[0])
@@ -253,7 +253,7 @@ def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: 
 
 
 def test_two_models_with_numbers_of_their_sizes() -> None:
-    """Rows are kept for all models: that the sizes of one are as another's must not be asked."""
+    """Rows are cached for all models, so finding a row must not compare one model's symbolic sizes with another's."""
     for _ in range(2):
         model = _Up(lambda m, x: m.up(x) * (x.shape[0] * x.shape[1] / 2))
         made = ts.plan(model, {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),))
@@ -348,7 +348,7 @@ def test_branches_on_values_are_refused(
 
 
 def test_control_flow_by_an_operator_is_refused() -> None:
-    """TorchDynamo, which `torch.cond` calls, puts the RNG state back: that is not the model's seeding."""
+    """`torch.cond` calls TorchDynamo, which restores the RNG state; that must not count as the model's seeding."""
 
     def body(m: _Up, x: Tensor) -> Tensor:
         up = m.up(x)

@@ -1,4 +1,4 @@
-"""Parts of the capture by themselves: known calls, the code that is watched, attributes that are put back."""
+"""Parts of the capture in isolation: known calls, watched code, restored attributes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Layer(nn.Linear):
 
 
 def _metadata(folder: Path, name: str, files: str = "", **texts: str) -> None:
-    """Writes what a package manager leaves of a distribution in a folder of `sys.path`."""
+    """Writes a distribution's metadata into a folder of `sys.path`, like a package manager."""
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     for file, text in {"METADATA": f"Name: {name}\n", "RECORD": files, **texts}.items():
@@ -181,7 +181,7 @@ def _editable(tmp_path: Path) -> dict[str, str]:
 
 def _in_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     _metadata(tmp_path, "A-library", "a_library/__init__.py,,\na_library/deep/layers.py,,\n")
-    monkeypatch.syspath_prepend(str(tmp_path))  # as PYTHONPATH, and a .pth file in a site folder, do
+    monkeypatch.syspath_prepend(str(tmp_path))  # like PYTHONPATH, or a .pth file in a site folder
     return tmp_path
 
 

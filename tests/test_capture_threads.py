@@ -1,4 +1,4 @@
-"""A capture changes nothing that another thread sees, and takes nothing that another thread does for the model's."""
+"""A capture has no effect on other threads, and does not attribute their actions to the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Doubling(Function):
 
 
 class _Model(nn.Module):
-    """Does in forward all that a capture intercepts."""
+    """Calls in forward every function that a capture intercepts."""
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _Model(nn.Module):
 
 @contextmanager
 def _beside(loop: Callable[[], None], *, rounds: int = 0) -> Iterator[None]:
-    """Runs a function again and again in another thread, and at least so many times, and raises what it raises."""
+    """Repeats a function in another thread, at least `rounds` times; fails if the function raises."""
     done, enough, failures = threading.Event(), threading.Event(), list[BaseException]()
 
     def run() -> None:
@@ -146,7 +146,7 @@ def _logs() -> None:
     ids=lambda loop: loop.__name__,
 )
 def test_another_thread_sees_nothing(loop: Callable[[], None]) -> None:
-    model = _Model()  # outside: the initial values are random numbers too
+    model = _Model()  # outside, because the initial values are random numbers too
     with _beside(loop, rounds=20):
         for _ in range(3):
             graph = capture(model, (X,)).graph.graph

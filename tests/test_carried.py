@@ -1,4 +1,4 @@
-"""What a call leaves in its arguments: equal to the unsharded model's, split between calls, and sent to nobody."""
+"""Carried values, which a call stores in its arguments: exact, and split between calls without communication."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, HEADS = 12, 3
 COLUMNS = {"q": "column", "k": "column", "v": "column", "o": "row"}
 
 
-# --- models that are no Hugging Face's --------------------------------------------------------------------------------
+# --- models from outside of Hugging Face ------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Returning(Attention):
-    """Returns what it leaves, too."""
+    """Attention that also returns the values that it stores."""
 
     def forward(self, x: Tensor, past: Any) -> Any:
         made = super().forward(x, past)
@@ -78,7 +78,7 @@ def _in_dict(past: dict[str, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 class Buffered(nn.Module):
-    """Writes in place to tensors of a fixed length, at a position that is a tensor, as gpt-fast does."""
+    """Writes in place to tensors of a fixed length, at a position that is a tensor, like gpt-fast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Buffered(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Writes its state, a tensor that is an argument itself."""
+    """Writes in place to its state, a tensor argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def _returns(rank: int) -> dict[str, bool]:
 
 
 class Logging(Attention):
-    """Counts its calls for the user, which changes nothing of what it computes."""
+    """Counts its calls in an attribute that does not affect its results."""
 
     calls = 0
 
@@ -178,7 +178,7 @@ def _grows(rank: int, kind: str) -> dict[str, Any]:
 def test_what_grows_stays_split(kind: str) -> None:
     for rank, found in enumerate(run_ranks(_grows, 2, kind)):
         assert found.pop("error") < 1e-12
-        # one for the empty object; one for a length of 1 that follows, and one for all others
+        # one graph for the empty object, one for later calls of length 1, one for all other lengths
         assert found == {"heads": {2 - rank}, "graphs": 3, "position": 13}
 
 
@@ -209,7 +209,7 @@ def _written(rank: int) -> dict[str, Any]:
 def test_what_is_written_in_place() -> None:
     for rank, found in enumerate(run_ranks(_written, 2)):
         assert found.pop("error") < 1e-12
-        # a tensor that is an argument itself stays the caller's, and whole
+        # a tensor argument stays the caller's own tensor, unsharded
         assert found == {"heads": 2 - rank, "state": True}
 
 
@@ -270,7 +270,7 @@ def test_what_is_left_has_the_unsharded_models_gradients(name: str, world: int) 
 @pytest.mark.nightly
 @on_ranks(2)
 def test_gradients_flow_from_call_to_call(rank: int) -> None:
-    """Truncated backpropagation: gradients flow through what earlier calls have left."""
+    """Truncated backpropagation: gradients flow through the carried values of earlier calls."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     model = Attention(_in_dict).double()

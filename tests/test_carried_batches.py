@@ -1,4 +1,4 @@
-"""What calls leave for the next one, where the ranks divide the batch: caches, states, and `generate()`."""
+"""Carried values with the batch split across ranks: caches, states, and `generate()`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MESHES: list[tuple[dict[str, int], Ways]] = [
 ]
 WAYS = ["greedy", "to their ends", "beams", "static"]
 ROWS = 2
-"""Of a rank's part of the batch."""
+"""Rows of a rank's part of the batch."""
 
 
 class State(nn.Module):
-    """A recurrent state by features, and what all rows share."""
+    """A recurrent state for each row, and a mean that all rows share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class State(nn.Module):
 
 
 class Stacked(State):
-    """The batch is the second dim of what it leaves."""
+    """Carries a state with the batch as its second dim."""
 
     def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         result = super().forward(x, state)
@@ -69,7 +69,7 @@ def test_what_a_call_leaves_is_that_of_the_whole_batch(mesh: dict[str, int], dat
 
 
 def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
-    """Errors after two calls, whose gradients flow through the state between them, and a third without any."""
+    """Errors after two calls with gradients through the state between them, and a third call without gradients."""
     torch.manual_seed(0)
     whole, (first, second) = State().double(), torch.randn(2, 8, 6).double()
     model = ts.shard(copy.deepcopy(whole), _pins(mesh), mesh=mesh, data=data)
@@ -111,14 +111,14 @@ def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[s
         example["decoder_input_ids"] = prompt[own]
     sharded = ts.shard(model, "auto", (), example, mesh=mesh, data=data, mode="infer")
     found = dict[str, bool]()
-    # what the first part begins with ends answers: its own before those of the others
+    # the first part's first tokens end an answer, so the first part ends before the others
     first = model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False)[:ROWS, -1].tolist()
     for name in ways:
         options = GENERATED.get(name, {}) | {"max_new_tokens": 10, "do_sample": False}
         options |= {"eos_token_id": first} if name == "to their ends" else {}
         expected = model.generate(prompt, attention_mask=mask, **options)[own]
         answer = sharded.generate(prompt[own], attention_mask=mask[own], **options)
-        length = answer.shape[1]  # the whole batch goes on until all its rows have ended
+        length = answer.shape[1]  # the full batch continues until all its rows have ended
         found[name] = torch.equal(answer, expected[:, :length]) and not bool(expected[:, length:].any())
         if (kind, name) == ("llama", "to their ends") and rank < tp:
             found["the first part ends before the others"] = length < expected.shape[1]
@@ -166,7 +166,7 @@ def test_what_can_not_be_left_is_refused_on_every_rank() -> None:
 
 
 def _bank(h: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """What is left has the rows of two calls, then of three."""
+    """Carries the rows of all calls so far: of two calls, then of three."""
     bank = torch.cat([state["q"], h.detach()]) if "q" in state else h.detach()
     loss = torch.logsumexp(h @ state["q"].t(), 1).mean() if "q" in state else h.sum()
     state["q"] = bank
@@ -174,26 +174,26 @@ def _bank(h: Tensor, state: dict[str, Tensor]) -> Tensor:
 
 
 def _queue(h: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """The last rows of all ranks."""
+    """Carries the last 12 rows of all ranks."""
     return _bank(h, state) + (state.update(q=state["q"][-12:]) or 0)  # type: ignore[func-returns-value]
 
 
 def _summary(h: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Rows come in, and a mean is left."""
+    """Reads a carried value with a row per sample, and stores a mean over the batch."""
     loss = (h + state["m"]).square().mean()
     state["m"] = h.detach().mean(0)
     return loss
 
 
 def _first_row(h: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """One row for all comes in, and one for each is left."""
+    """Reads one row for all samples, and stores one row per sample."""
     h = (h + 0.5 * state["h"]).tanh()
     state["h"] = h.detach()
     return h.square().mean()
 
 
 def _covariance(h: Tensor, state: dict[str, Tensor]) -> Tensor:
-    """Four by four, as many as a rank has rows; known to be whole by the call that has left it."""
+    """Carries a 4 x 4 matrix. A rank has 4 rows, too; the call that stored the matrix knows that it is not batched."""
     narrow = h[:, :4]
     covariance = narrow.t() @ narrow / h.shape[0]
     loss = (covariance * state["c"]).sum() if "c" in state else covariance.sum()
@@ -211,7 +211,7 @@ LEFT: dict[str, tuple[Any, dict[str, Tensor]]] = {
 
 
 class _Leaves(nn.Module):
-    """Leaves something, and gives a loss."""
+    """Stores a carried value, and returns a loss."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _Leaves(nn.Module):
 
 
 def _calls(rank: int) -> dict[str, float]:
-    """The worst errors of losses and gradients over four calls."""
+    """Case -> the largest error of a loss or gradient over four calls."""
     found = dict[str, float]()
     for name, (_, first) in LEFT.items():
         own = slice(4 * rank, 4 * rank + 4)

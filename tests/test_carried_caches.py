@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2, "eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 SILENT = {"none", "slice", "pad"}
-"""Kernels of conversions that send nothing."""
+"""Kernels of conversions without communication."""
 CALL = {"input_ids": torch.arange(10).reshape(2, 5), "use_cache": False}
 
 
@@ -76,7 +76,7 @@ def _calls(rank: int, static: bool) -> dict[str, Any]:
 def test_caches_stay_split_and_are_sent_to_nobody(static: bool) -> None:
     for found in run_ranks(_calls, 2, static):
         assert found.pop("error") < 1e-12
-        # two in each of two layers, the embeddings and the logits; a static cache is whole in the first call
+        # sent: two per layer, the embeddings, the logits; graphs: a static cache is unsharded in the first call
         assert found == {"own": True, "same": True, "heads": 1, "graphs": 2, "sent": 6}
 
 
@@ -120,7 +120,7 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
 @pytest.mark.parametrize(
     "ways",
     [
-        ["greedy", "sampled", "beams", "sampled beams", "several"],  # all of one kind of call
+        ["greedy", "sampled", "beams", "sampled beams", "several"],  # all of them make the same kind of call
         pytest.param(["greedy", "static", "lookup"], marks=pytest.mark.nightly),
         pytest.param(["greedy", "no cache", "hidden states"], marks=pytest.mark.nightly),
     ],
@@ -148,14 +148,14 @@ class Words:
 
 
 def _streams(rank: int) -> dict[str, bool]:
-    """Answers in batches, and one that comes token by token while another thread generates."""
+    """Generates answers in batches, and streams an answer that another thread generates."""
     ts.distributed.init_process_group()
     model = _model("llama")
     sharded: Any = ts.shard(copy.deepcopy(model), "auto", (), CALL, mode="infer")
     same = {}
     for batch in (1, 3, 8):
         ids = torch.randint(2, 64, (batch, 9))
-        mask = (torch.arange(9) >= torch.arange(batch)[:, None]).long()  # as many lengths as prompts
+        mask = (torch.arange(9) >= torch.arange(batch)[:, None]).long()  # one length per prompt
         made = [m.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for m in (model, sharded)]
         same[f"{batch} prompts"] = torch.equal(*made)
     prompt = ids[:1]
@@ -190,7 +190,7 @@ WRONG: dict[str, tuple[Callable[[Any, Tensor, int], object], type[ts.ShardError]
         lambda m, ids, rank: m.generate(ids + 1000, max_new_tokens=3), ts.InputError, "an index is out of range",
     ),
 }  # fmt: skip
-"""What is done -> the error, and a part of its text."""
+"""Name -> the mistake, its error, and a part of the error's text."""
 
 
 def _decoded(model: Any, ids: Tensor, steps: int, rows: int = 2) -> None:
@@ -239,6 +239,6 @@ def _killed(rank: int, path: str) -> None:
 
 @pytest.mark.nightly
 def test_a_rank_that_dies_while_it_generates_is_told(tmp_path: Path) -> None:
-    with contextlib.suppress(RuntimeError):  # rank 1 gives no result
+    with contextlib.suppress(RuntimeError):  # rank 1 returns no result
         run_ranks(_killed, 2, str(tmp_path / "error"))
     assert "no word from rank 1" in (tmp_path / "error").read_text()

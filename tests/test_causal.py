@@ -1,4 +1,4 @@
-"""The causal mask is recognised where it is just that, and left alone where it says more."""
+"""A mask that is exactly causal is recognised; any other mask is kept."""
 
 from __future__ import annotations
 

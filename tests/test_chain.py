@@ -1,4 +1,4 @@
-"""Concatenations that begin alike: the same values and gradients, each piece with few consumers."""
+"""Concatenations that begin with the same pieces become a chain, with equal values and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAT = torch.ops.aten.cat.default
 
 
 class Dense(nn.Module):
-    """A dense block: each layer takes what all before it gave."""
+    """A dense block: each layer reads the results of all layers before it."""
 
     def __init__(self, layers: int, width: int = 6, growth: int = 5) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def test_listing() -> None:
 
 
 def test_others_stay() -> None:
-    """Another dim, another beginning, one piece alone, or the same pieces again."""
+    """Concatenations stay if they differ in dim or beginning, share only one piece, or repeat all pieces."""
 
     class Others(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -62,7 +62,7 @@ def test_a_dense_block_is_exact(world_size: int) -> None:
 
 @pytest.mark.nightly
 def test_a_long_dense_block_is_planned_exactly() -> None:
-    """With a piece read by all later layers the tables would be too large, and a gap would be told."""
+    """If all later layers read each piece, the tables would be too large and the plan would report a gap."""
     with torch.device("meta"):
         model, x = Dense(24, 16, 8), torch.randn(4, 16)
     plan = ts.plan(model, world_size=2, example_inputs=(x,), memory="1GiB", machine="cpu-gloo")

@@ -1,4 +1,4 @@
-"""Chains of sharded models with a divided batch: their gradients are the unsharded chain's on the whole batch."""
+"""Chains of sharded models with a split batch: gradients equal the unsharded chain's on the full batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Loss(Block):
-    """Computes its loss itself, of samples that it weighs by the whole batch."""
+    """Computes its own loss, with sample weights that depend on the full batch."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -52,7 +52,7 @@ class Chain(NamedTuple):
     head: Any
     loss: Any
     plain: Any
-    """A model that is sharded nowhere."""
+    """A model that is never sharded."""
     x: Tensor
     is_sharded: bool
 
@@ -98,38 +98,38 @@ def _adversarial(chain: Chain) -> None:
 
 
 def _penalty(chain: Chain) -> None:
-    """A penalty of each sample's gradient (WGAN-GP), at samples between the given and the generated ones."""
+    """A penalty on each sample's gradient (WGAN-GP), at samples between the given and the generated ones."""
     mixed = (0.3 * chain.x + 0.7 * chain.body(chain.x)).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(chain.head(mixed).sum(), mixed, create_graph=True)
     (gradient.norm(dim=1) - 1).square().mean().backward()
 
 
 def _in_chunks(chain: Chain) -> None:
-    """A loss of one chunk of the features at a time, whose gradients are passed on by hand."""
+    """Computes losses of detached features, and passes the features' gradients on by hand."""
     features = chain.body(chain.x)
     cut = features.detach().requires_grad_()
     copied = features.detach().clone().requires_grad_()
     (chain.loss(cut) / 2).backward()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a copy might be any other input
+        warnings.simplefilter("ignore")  # it warns, since a copy might be any other input
         (chain.loss(copied) / 2).backward()
     features.backward(cut.grad + copied.grad)
 
 
 def _cached(chain: Chain) -> None:
-    """GradCache: features without a graph, their gradients, and a second forward that these are passed on to."""
+    """GradCache: features without a graph, their gradients, and a second forward that backpropagates them."""
     with torch.no_grad():
         features = chain.body(chain.x)
     features = features.detach().requires_grad_()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the features might be what is optimized
+        warnings.simplefilter("ignore")  # it warns, since the features might be optimized themselves
         chain.head(features).square().mean().backward()
     chain.body(chain.x).backward(features.grad)
     (chain.body(chain.x) * features.grad).sum().backward()
 
 
 def _copied(chain: Chain) -> None:
-    """As in a pipeline by hand: features are copied, and their gradients kept in a list."""
+    """A hand-written pipeline: features are copied, and their gradients kept in a list."""
     parts = chain.x.detach().chunk(2)
     with torch.no_grad():
         copies = [chain.body(part).clone().requires_grad_() for part in parts]
@@ -142,7 +142,7 @@ def _copied(chain: Chain) -> None:
 
 
 def _outside(chain: Chain) -> None:
-    """Features whose gradients are of a loss of the head, and then of one outside of models."""
+    """Features with gradients from a loss of the head, then from a loss outside of the models."""
     x = chain.x.detach()
     with torch.no_grad():
         features = chain.body(x).clone()
@@ -159,7 +159,7 @@ def _outside(chain: Chain) -> None:
 
 
 def _checkpointed(chain: Chain) -> None:
-    """Two models in one checkpoint, which computes both again."""
+    """Two models in one checkpoint, which recomputes both."""
     checkpoint(lambda x: chain.head(chain.body(x)), chain.x, use_reentrant=False).square().mean().backward()
 
 
@@ -170,7 +170,7 @@ def _again(chain: Chain) -> None:
 
 
 def _between(chain: Chain) -> None:
-    """Between two sharded models one that is not, which DistributedDataParallel trains."""
+    """An unsharded model, trained by DistributedDataParallel, between two sharded models."""
     chain.loss(chain.plain(chain.body(chain.x))).backward()
 
 
@@ -195,7 +195,7 @@ def _models() -> list[nn.Module]:
 
 
 def _errors(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
-    """The worst error of any gradient, of each chain in its first and its second step."""
+    """Chain and step -> the largest error of a gradient."""
     parts, place = math.prod(mesh.values()) // mesh.get("tp", 1), rank // mesh.get("tp", 1)
     groups = [
         torch.distributed.new_group([tp + part * mesh.get("tp", 1) for part in range(parts)])

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - pytest passes the fixture `saved` by its name
-"""The files of a checkpoint: broken ones are refused; how slices are read and written, and objects coded."""
+"""The files of a checkpoint: broken files are refused, slices are read and written, objects are encoded."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 
 
 def _other_save(folder: Path) -> None:
-    """Another checkpoint's file of the same size and name."""
+    """Replaces a file by another checkpoint's file of the same size and name."""
     model = _Holds()
     optimizer = _adam(model)
     _trained(model, optimizer)
@@ -60,7 +60,7 @@ def _other_save(folder: Path) -> None:
 
 
 def _other_objects(folder: Path) -> None:
-    """Another save's objects, with their size in the manifest."""
+    """Replaces the objects by another save's, and updates their size in the manifest."""
     model = _Holds()
     optimizer = torch.optim.AdamW(model.parameters(), 0.5)
     _trained(model, optimizer)
@@ -71,7 +71,7 @@ def _other_objects(folder: Path) -> None:
 
 
 def _objects(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
-    """Other objects, to which the manifest was made to fit."""
+    """Changes the objects, and updates the manifest to match."""
 
     def edit(folder: Path) -> None:
         path = _file(folder, "objects.bin")
@@ -247,7 +247,7 @@ def test_any_part_of_a_tensor_in_slices(
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_a_part_is_written_where_its_place_says(data: st.DataObject, tmp_path_factory: Any) -> None:
-    """As a conversion that transposes wants it: the dims of the part are not in the order of the file's."""
+    """For conversions that transpose: the dims of the part are in another order than the file's."""
     shape = (3, 4, 5)
     order = data.draw(st.permutations(range(3)))
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
@@ -279,7 +279,7 @@ def test_copies_are_bounded() -> None:
     thread = threading.Thread(target=put)
     thread.start()
     for _, tensor in copies:
-        with copies.changed:  # until there is no room, or none left to put
+        with copies.changed:  # until the copies are full, or all tensors are put
             assert copies.changed.wait_for(lambda: copies.held_bytes == 80 or len(taken) == 7, timeout=60)
         taken.append(int(tensor[0]))
     thread.join()
@@ -305,7 +305,7 @@ _any = st.recursive(
 
 
 def _spelt(data: Any) -> Any:
-    """Equal for equal data of equal types: True is not 1, and a list no tuple."""
+    """A form that is equal only for equal data of equal types: True differs from 1, a list from a tuple."""
     if isinstance(data, dict):
         return "dict", [(_spelt(k), _spelt(v)) for k, v in data.items()]
     if isinstance(data, (list, tuple, set)):

@@ -1,5 +1,5 @@
 # ruff: noqa: F402, F811 - pytest passes fixtures by their names
-"""Checkpoints in people's training code: extra states, any optimizer, names, what fails last."""
+"""Checkpoints in users' training code: extra states, any optimizer, names, late failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _clone_all(module: nn.Module, state: dict[str, Tensor], *others: object) -> 
 
 
 class _Scale(nn.Module):
-    """Keeps a tensor that is no buffer, and returns copies in its state dict."""
+    """Keeps a plain tensor as extra state, and returns copies in its state dict."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ STATES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("kind", STATES)
 def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> None:
-    """In bfloat16: PyTorch would give states that are numbers in float32 the dtype of the parameter."""
+    """In bfloat16, because PyTorch would cast states that are float32 numbers to the parameter's dtype."""
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         def closure() -> float:

@@ -1,4 +1,4 @@
-"""Replicas save and load together."""
+"""Checkpoints of replicas, which save and load together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ts.save and ts.load: a training run goes on as if it had not stopped, on any ranks and plan, or is refused whole."""
+"""ts.save and ts.load: a training run resumes exactly, on any ranks and plan, or is refused without any change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EXTRA = {"step": 2, "seen": torch.arange(3), "names": ("a", None, {1: 2.5})}
 
 
 def _id(folder: str | Path) -> str:
-    """The id of the save that a folder holds."""
+    """The id of the save in a folder."""
     return str(json.loads(Path(folder, "checkpoint.json").read_text())["id"])
 
 
@@ -55,7 +55,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
-    """What a whole optimizer keeps, without the marks of slices."""
+    """A copy of an optimizer's states, without the marks of slices."""
     return copy.deepcopy([[optimizer.state[p] for p in group["params"]] for group in optimizer.param_groups])
 
 
@@ -114,7 +114,7 @@ def test_a_run_goes_on_elsewhere(
 def _weights_of_checkpoint(rank: int, folder: str) -> list[Any]:
     warnings.simplefilter("ignore")
     ts.distributed.init_process_group()
-    torch.manual_seed(rank)  # what the constructor draws is replaced
+    torch.manual_seed(rank)  # the checkpoint replaces the constructor's draws
     with ts.lazy():
         model = small(None)
     sharded = ts.shard(model, "auto", (batch(0),), weights=folder)
@@ -133,7 +133,7 @@ def test_a_checkpoint_gives_its_weights_to_a_lazy_model(tmp_path: Path) -> None:
 
 
 class _Tiny(nn.Module):
-    """Two tokens, tied: on three ranks one holds none of them."""
+    """Two tokens, with tied weights: on three ranks one slice is empty."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_tied_parameters_with_empty_slices(tmp_path: Path) -> None:
 
 
 class _Holds(nn.Module):
-    """Two linear layers, tied or of other sizes where asked."""
+    """Two linear layers, optionally tied, or of another size or dtype."""
 
     def __init__(self, width: int = 4, dtype: torch.dtype = torch.float32, tied: bool = False) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 
 
 def _one_fails(rank: int, folder: str) -> list[Any]:
-    """A rank whose disk is full: none completes, and the checkpoint before stays."""
+    """Saves with a full disk on one rank: no rank completes, and the earlier checkpoint stays."""
     ts.distributed.init_process_group(timeout_seconds=20)
     model = small("some")
     ts.save(folder, model)
@@ -313,7 +313,7 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
 
 
 def _each_its_own(rank: int, folder: str) -> dict[str, bool]:
-    """Ranks that hold different values where one of them is saved for all, or say different things."""
+    """Ranks with different values where one rank saves for all, or with different arguments."""
     ts.distributed.init_process_group(timeout_seconds=20)
     found, different = {}, "the ranks save different checkpoints"
 
@@ -356,7 +356,7 @@ def test_ranks_that_hold_different_values_are_told(tmp_path: Path) -> None:
 
 
 def _ends_early(rank: int, folder: str) -> bool:
-    """The groups are destroyed while a save writes in the background."""
+    """Destroys the groups while a save writes in the background."""
     ts.distributed.init_process_group()
     model = small("some")
     saving = ts.save(folder, model, wait=False)
@@ -371,7 +371,7 @@ def test_a_save_outlives_its_groups(tmp_path: Path) -> None:
 
 
 def _saves_by(rank: int, folder: str, port: int) -> bool:
-    """The ranks' key-value store is a server; or (port 0) a file with a record whose writer was killed within it."""
+    """Saves with a server as the ranks' store or, for port 0, a file with a torn record of a killed writer."""
     ranks = dist.get_world_size()
     if port:
         dist.destroy_process_group()
@@ -387,7 +387,7 @@ def _saves_by(rank: int, folder: str, port: int) -> bool:
             file.write(b"\x01")
         dist.barrier()
     ts.save(folder, model)
-    dist.barrier()  # rank 0 has put away what they told each other
+    dist.barrier()  # rank 0 has removed the ranks' messages
     names = {path.name for path in Path(folder).glob("data-*/*")}
     return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, its exit codes, and errors in four lines."""
+"""The command line: its output and files, its exit codes, and errors in four lines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def llama(tmp_path: Path) -> str:
 
 @pytest.mark.nightly
 def test_dtype_labels_and_a_machine_from_a_file(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With labels the loss is there, and its sum; a measured machine prices the plan; stages are told on stderr."""
+    """With labels, the plan has the loss; a machine from a file prices the plan; stderr reports the stages."""
     ts.Machine("mine", flops=1e9).save(tmp_path / "mine.json")
     assert ts.Machine.load(tmp_path / "mine.json") == ts.Machine("mine", flops=1e9)
     common = ["plan", llama, "--ranks", "2", "--sequence", "8", "--machine", str(tmp_path / "mine.json"), "--json"]
@@ -144,7 +144,7 @@ FORMATTED: list[str] = []
 
 
 def warning() -> tuple[nn.Module, tuple[Any, ...]]:
-    """A factory that notes how warnings are printed."""
+    """A factory that records how warnings are printed."""
     for path, text in ((str(ts.__file__), "too slow"), (__file__, "old")):
         FORMATTED.append(warnings.formatwarning(UserWarning(text), UserWarning, path, 3))
     return factory()
@@ -173,7 +173,7 @@ def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.Capture
 
 @pytest.mark.nightly
 def test_check_on_real_ranks(tmp_path: Path) -> None:
-    """In a process of its own, as from a shell: a rank imports what started it. The ranks read the weights silently."""
+    """Runs in its own process, as from a shell, since ranks import the main module. Ranks print no line on weights."""
     save_file(MLP().state_dict(), tmp_path / "any.safetensors")
     command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]
     done = subprocess.run([*command, "--weights", str(tmp_path)], capture_output=True, text=True, timeout=280)
@@ -185,7 +185,7 @@ def test_check_on_real_ranks(tmp_path: Path) -> None:
 
 
 def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
-    """A line for each stage with its seconds."""
+    """The log has one line per stage, with its seconds."""
     with caplog.at_level("INFO", "torchshard.compiler"):
         assert command("plan", "tests.test_cli:factory") == 0
     lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.compiler"]
@@ -220,7 +220,7 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
 MILLIONS = {"bert-base": 110, "gpt2": 124, "gpt2-xl": 1558, "llama-3-405b": 405853, "llama-3-70b": 70554,
             "llama-3-8b": 8030, "llama-tiny": 0, "mixtral-8x7b": 46703, "qwen3-8b": 8191,
             "t5-base": 223, "vit-base": 86}  # fmt: skip
-"""Parameters of the package's own configurations."""
+"""Configuration of the package -> its parameters in millions."""
 
 
 CONFIGS = {path.stem: path for path in sorted((Path(ts.__file__).parent / "cli" / "configs").glob("*.json"))}

@@ -38,7 +38,7 @@ def _configured(folder: Path, **changes: Any) -> Path:
 def test_a_folder_is_planned_in_the_dtype_of_from_pretrained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The dtype of its config; without one, that of its files. A config.json alone has the same plan."""
+    """The dtype is the config's, else the files' dtype. A config.json alone has the same plan."""
     folder, shown = _saved(tmp_path), []
     for model, dtype in ((folder / "config.json", "bfloat16"), (folder, "bfloat16"), (folder, None)):
         _configured(folder, dtype=dtype)

@@ -1,6 +1,6 @@
-"""The conversions on real gloo ranks, beside their definition by layouts; groups; compile and export.
+"""The conversions on real gloo ranks, compared with their definition by layouts; groups; compile and export.
 
-A few spawns do everything: each gives back sentences about what was wrong, and a list of what it did.
+A few spawns run everything: each returns descriptions of its failures, and the cases that it ran.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _cases() -> Iterator[Case]:
 
 
 def _spread(layout: Layout, shape: tuple[int, ...], world: int, *, equal: bool = False) -> list[Tensor]:
-    """What the ranks hold of a random value; `equal`: addends that are all alike."""
+    """The ranks' parts of a random value; `equal`: a partial sum has equal addends."""
     if layout == P:
         made = [torch.randn(shape, dtype=torch.float64) for _ in range(world)]
         return made[:1] * world if equal else made
@@ -63,7 +63,7 @@ STRIDES = ("plain", "transposed", "strided", "expanded")
 
 
 def _restrided(x: Tensor, how: str) -> Tensor:
-    """The same values (of `expanded`: the first row's) in memory that is not contiguous."""
+    """Equal values (for `expanded`, the first row's) in non-contiguous memory."""
     if how == "transposed" and x.ndim > 1:
         return x.mT.contiguous().mT
     if how == "strided" and x.ndim:
@@ -74,7 +74,7 @@ def _restrided(x: Tensor, how: str) -> Tensor:
 
 
 def _with_strides(pieces: list[Tensor], layout: Layout, how: str, mixed: int) -> list[Tensor]:
-    """All ranks' pieces in these strides; `mixed`: each rank in other ones. Slices of a whole keep their values."""
+    """All ranks' pieces in these strides; `mixed`: in different ones. Shards aren't expanded, to keep their values."""
     rest = [s for s in STRIDES if s != "expanded"]
     hows = [rest[(rest.index(how) + mixed * rank) % 3] if how in rest else how for rank in range(len(pieces))]
     if how == "expanded" and isinstance(layout, Shard):
@@ -83,7 +83,7 @@ def _with_strides(pieces: list[Tensor], layout: Layout, how: str, mixed: int) ->
 
 
 def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
-    """Runs one conversion on this rank, as an operator and without PyTorch's dispatcher; says what is wrong with it."""
+    """Runs one conversion on this rank, as an operator and without PyTorch's dispatcher; yields its failures."""
     name, source, target, shape = case
     world = tsd.get_group_size()
     pieces = _with_strides(_spread(source, shape, world), source, how, mixed=1)
@@ -109,7 +109,7 @@ def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
 
 
 def _same(got: Tensor, expected: Sequence[Tensor], layout: Layout, rank: int) -> bool:
-    """What this rank holds; of a Partial the sum over the ranks, for its addends may differ."""
+    """Whether this rank's part is as expected. Partial sums are reduced first, since their addends may differ."""
     if layout == P:
         got, expected = got.clone(memory_format=torch.contiguous_format), [join(expected, P)] * len(expected)
         dist.all_reduce(got, group=tsd.get_group())
@@ -117,7 +117,7 @@ def _same(got: Tensor, expected: Sequence[Tensor], layout: Layout, rank: int) ->
 
 
 def _in_groups_of(rank: int, sizes: tuple[int, ...]) -> dict[Any, Any]:
-    """Everything in groups of each size, and (of four ranks) what concerns the groups themselves."""
+    """Runs everything in groups of each size; four ranks also test the groups themselves."""
     found: dict[Any, Any] = {}
     for size in sizes:
         tsd.init_process_group(group_size=size)
@@ -131,7 +131,7 @@ def _everything(rank: int, world: int) -> dict[str, Any]:
     wrong, done = list[str](), set()
     for case in _cases():
         for how in STRIDES:
-            for equal in (False, True) if case[2] == R else (False,):  # else a cotangent is one value
+            for equal in (False, True) if case[2] == R else (False,):  # only cotangents of R have addends
                 wrong += _one(rank, case, how, equal)
                 done.add((case[0], how))
     return {
@@ -145,7 +145,7 @@ def _everything(rank: int, world: int) -> dict[str, Any]:
 
 
 def _public(rank: int, world: int) -> dict[str, bool]:
-    """The functions for people: negative dims, sizes found by themselves, or given where they do not divide."""
+    """The public functions: negative dims, sizes that are inferred, and sizes that are given for uneven splits."""
     whole, even = torch.arange(10.0).reshape(2, 5), torch.arange(24.0).reshape(2, 12)
     mine, slice_ = split(whole, S(1), rank, world), split(even, S(1), rank, world)
     addend = whole * (rank + 1)
@@ -157,7 +157,7 @@ def _public(rank: int, world: int) -> dict[str, bool]:
         "gather uneven": torch.equal(tsd.gather(mine, -1, size=5), whole),
         "all_gather": torch.equal(tsd.all_gather(slice_, 1), even),
         "all_gather uneven": torch.equal(tsd.all_gather(mine, size=5), whole),
-        "reduce": torch.equal(tsd.reduce(addend.clone()), total),  # in place: no gradient is asked
+        "reduce": torch.equal(tsd.reduce(addend.clone()), total),  # in place, since no gradient is needed
         "all_reduce": torch.equal(tsd.all_reduce(addend.clone()), total),  # in place too
         "copy": torch.equal(tsd.copy(whole), whole),
         "reduce_scatter": torch.equal(tsd.reduce_scatter(addend), split(total, S(1), rank, world)),
@@ -169,7 +169,7 @@ def _public(rank: int, world: int) -> dict[str, bool]:
 
 
 def _dtypes(rank: int, world: int) -> dict[str, bool]:
-    """Not only floats are gathered and summed."""
+    """Gathers, sums and broadcasts values of other dtypes than floats, too."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, *UNSENT):
         whole = (torch.arange(10).reshape(5, 2) % 3).to(dtype)
@@ -190,7 +190,7 @@ def _dtypes(rank: int, world: int) -> dict[str, bool]:
 
 
 def _bits(rank: int) -> dict[str, bool]:
-    """Values that no other dtype of the same size has."""
+    """Sends values of dtypes that backends don't send, and uint64 values beyond int64."""
     tsd.init_process_group()
     own = torch.tensor([2**63 + rank, 5 - rank], dtype=torch.uint64)
     most, least = (tsd.all_reduce(own.clone(), op).tolist() for op in (tsd.ReduceOp.MAX, tsd.ReduceOp.MIN))
@@ -214,7 +214,7 @@ UNSENT = (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn)
 
 
 class Block(nn.Module):
-    """A column and a row parallel layer by hand, and a gather of what a scatter split."""
+    """Hand-written column- and row-parallel layers, and a gather of a scattered value."""
 
     def __init__(self, up: Tensor, down: Tensor) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def _grads(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _exported(rank: int) -> bool:
-    """The reloaded program's gradients are those of the whole layer, computed by plain ops."""
+    """Whether the reloaded program's gradients equal the unsharded layer's, computed by plain ops."""
     world, (up, down, x) = tsd.get_group_size(), _weights()
     block = Block(split(up, S(0), rank, world).clone(), split(down, S(1), rank, world).clone())
     held = io.BytesIO()
@@ -255,13 +255,13 @@ def _exported(rank: int) -> bool:
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[Any, Any]]:
-    """What four ranks found, in pairs and all together."""
+    """The results of four ranks, in pairs and all together."""
     return run_ranks(_in_groups_of, 4, (2, 4))
 
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[Any, Any]]:
-    """What three ranks found."""
+    """The results of three ranks."""
     return run_ranks(_in_groups_of, 3, (3,))
 
 
@@ -408,7 +408,7 @@ def test_a_simulated_group_has_shapes_and_no_values() -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
-    """For each rank of three, uneven."""
+    """Compares fake shapes with the layouts' shapes, for each of three ranks."""
     for _, source, target, shape in (c for c in _cases() if c[0] == name):
         for rank in range(3):
             x = split(torch.empty(shape, device="meta"), source, rank, 3)
@@ -420,7 +420,7 @@ def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
 
 
 def test_compile_sees_one_graph_with_the_right_gradients() -> None:
-    """Forward and backward of the compiled block are those of the block."""
+    """The compiled block's results and gradients equal the block's."""
     tsd.init_process_group()
     up, down, x = _weights()
     block, compiled = (Block(up.clone(), down.clone()) for _ in range(2))

@@ -26,12 +26,12 @@ TRAINED = [
     (3, ["mlp_uneven", "conv_columns"]),
     *(pytest.param(world, ALL, marks=pytest.mark.nightly) for world in (2, 3)),
 ]
-"""The number of ranks, and the models that are trained on as many."""
+"""The number of ranks, and the models that are trained on them."""
 HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
 class Counting:
-    """A backend that notes the ops of the graphs that it is given."""
+    """A backend that records the ops of the graphs that it compiles."""
 
     def __init__(self) -> None:
         self.graphs: list[list[str]] = []
@@ -46,7 +46,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _gradients(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[list[Tensor], Any]:
-    """The floating results of a call, and the gradients of their squares' means."""
+    """The floating-point results of a call, and the gradients of their mean squares."""
     torch.manual_seed(3)
     model.zero_grad()
     made = [result for result in _tensors(call(*inputs)) if result.is_floating_point()]
@@ -106,7 +106,7 @@ def test_gradients_are_the_unsharded_models(world: int, names: list[str]) -> Non
 
 
 def _doubling(run: Callable[[fx.GraphModule], bool]) -> Callable[[fx.GraphModule], bool]:
-    """`lower`, with what its collectives give doubled."""
+    """`lower`, with doubled results of its collectives."""
 
     def wrong(graph: fx.GraphModule) -> bool:
         changed = run(graph)
@@ -221,7 +221,7 @@ def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
     ts.distributed.init_process_group()
     model, plan, inputs = _case("fused_gqa")
     sharded = ts.shard(model, plan, compile=EAGER)
-    with CommDebugMode():  # its hooks on modules are no part of the graph that this call captures
+    with CommDebugMode():  # this call captures a graph, without the mode's hooks on modules
         sharded(*inputs).sum().backward()
     with CommDebugMode() as seen:
         sharded(*inputs).sum().backward()
@@ -268,7 +268,7 @@ def _mistakes(rank: int) -> dict[str, bool]:
 
     broken = ts.shard(model, plan, compile={"backend": fails})
     found["a backend that fails"] = refused(lambda: broken(x), "this backend can do nothing", ts.CaptureError)
-    plain = ts.shard(_Recurrent(), {"rnn": "column"}, compile=EAGER)  # its steps are no graph
+    plain = ts.shard(_Recurrent(), {"rnn": "column"}, compile=EAGER)  # its steps don't form a graph
     found["what a compiler does not know"] = bool(plain(torch.randn(2, 3, 4)).isfinite().all())
     none: Mapping[str, Any] = {"backend": fails, "disable": True}
     found["disabled"] = bool(ts.shard(model, plan, compile=none)(x).isfinite().all())
@@ -281,7 +281,7 @@ def test_mistakes_are_told() -> None:
 
 
 class _Shifted(nn.Module):
-    """A loss of the next tokens, whose number is dynamic and read of a value."""
+    """A loss of the next tokens, with a dynamic number of labels that is computed from their values."""
 
     def __init__(self) -> None:
         super().__init__()

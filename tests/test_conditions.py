@@ -23,7 +23,7 @@ X = torch.arange(48, dtype=torch.float64).reshape(6, 8).sin()
 
 
 class _Branch(nn.Module):
-    """Two linears, and between them what a model does with its buffers."""
+    """Two linear layers, and the function `body` between them, which uses the buffers."""
 
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Branch(nn.Module):
 
 
 def _first_batch(m: Any, h: Tensor) -> Tensor:
-    """As an ActNorm starts: by the first batch."""
+    """Initializes a buffer by the first batch, like an ActNorm."""
     if m.ready.item() == 0:
         m.loc.copy_(h.detach().mean(0))
         m.ready.fill_(1)
@@ -46,7 +46,7 @@ def _first_batch(m: Any, h: Tensor) -> Tensor:
 
 
 def _warm_up(m: Any, h: Tensor) -> Tensor:
-    """Asks for what it has written itself, and for a constant."""
+    """Branches on a buffer that it has just written, and on a constant."""
     m.steps[0] += 1
     limit = torch.tensor(2.5)
     if m.steps > limit and float(limit) > 2:
@@ -82,7 +82,7 @@ def _step(model: nn.Module, x: Tensor, seed: int) -> None:
 
 
 def _trains(rank: int) -> tuple[dict[str, float], str, int]:
-    """The largest error of each model after some steps, the error of ranks whose buffers differ, captured graphs."""
+    """Each model's largest error after some steps, the error text if ranks' buffers differ, the number of captures."""
     ts.distributed.init_process_group()
     warnings.simplefilter("ignore")
     found = {}
@@ -151,7 +151,7 @@ def test_a_buffer_without_a_value_is_named() -> None:
 
 
 class _Quantized(nn.Module):
-    """The unfused fake quantizers of torch.ao: of a weight per channel, of an activation per tensor."""
+    """The unfused fake quantizers of torch.ao: for a weight per channel, for an activation per tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of conversions: closed under duals, legal routes, and what the definition by layouts gives in lockstep."""
+"""The table of conversions: duals, legal routes, bytes, and agreement with the definition by layouts in lockstep."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_one_conversion_or_none(pair: tuple[Layout, Layout], name: str | None) -
 
 
 def _chain(source: Layout, *steps: tuple[str, Layout]) -> tuple[ConversionStep, ...]:
-    """Conversions that each begin where the one before ended."""
+    """Conversions that each start from the target of the one before."""
     ends = [source, *(target for _, target in steps)]
     return tuple(ConversionStep(name, ends[i], target) for i, (name, target) in enumerate(steps))
 
@@ -117,7 +117,7 @@ def _rounds(taken: Iterable[ConversionStep], needs_grad: bool) -> float:
 
 
 def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Iterator[list[ConversionStep]]:
-    """All ways to come to have what is wanted, each new layout in one step from one that is there already."""
+    """All sequences of single conversions that reach the wanted layouts, each from a layout reached before."""
     if wanted <= have:
         yield []
         return
@@ -131,7 +131,7 @@ def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Itera
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
 def test_planned_conversions_send_the_fewest_bytes(source: Layout, size: int) -> None:
-    """By enumeration; I and R may lie on the way. Of R wanted as it is and as I there is none, by no way."""
+    """Compares with an enumeration, in which I and R may be intermediate. R -> I is illegal, even via a Shard."""
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
         costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
         found = plan_conversions(source, wanted, needs_grad=True)
@@ -191,7 +191,7 @@ def test_without_a_gradient_invariant_and_replicate_are_one() -> None:
 @pytest.mark.parametrize("source", [I, R, P, A, B, S(1, ((4, 1), (4, 1)))], ids=str)
 @pytest.mark.parametrize("target", [I, R, P, A, B, S(1, ((4, 1), (4, 1)))], ids=str)
 def test_each_step_begins_where_the_last_one_ended(source: Layout, target: Layout) -> None:
-    """And its arguments spell its ends, so that a node of a graph says what it converts."""
+    """The step's arguments also encode both layouts, so a graph's node is enough to know its conversion."""
     at, steps = source, plan_conversion(source, target)
     for step in steps or ():
         args = step_args(step.source, step.target, (6, 8))
@@ -232,7 +232,7 @@ def test_a_collective_runs_its_kernel_and_in_backward_that_of_its_dual(name: str
     assert kernels("all_reduce_max", needs_grad=True) == ("all_reduce", "none")
 
 
-# --- what lockstep, the definition, does -----------------------------------------------------------------------------
+# --- lockstep, the definition ----------------------------------------------------------------------------------------
 
 TARGETS = [I, R, P, A, B, S(0, ((2, 1), (3, 1))), S(1, ((3, 2),)), S(1, ((1, 1), (5, 1)))]
 PAIRS = [(a, b, steps[0].name) for a in TARGETS for b in TARGETS if len(steps := plan_conversion(a, b) or ()) == 1]
@@ -252,13 +252,13 @@ def test_a_conversion_keeps_the_value_and_its_gradient(source: Layout, target: L
 
 
 def _value(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The whole tensor; where every rank holds it, all hold the same."""
+    """The full tensor; asserts that all ranks agree if each has a full copy."""
     assert not is_whole(layout) or all(torch.equal(p, pieces[0]) for p in pieces)
     return join(list(pieces), layout)
 
 
 def _spread(whole: Tensor, layout: Layout, world: int) -> list[Tensor]:
-    """A whole tensor on the ranks; a Partial as random addends."""
+    """Splits a full tensor across ranks; a partial sum becomes random addends."""
     if layout != P:
         return [split(whole, layout, rank, world).clone() for rank in range(world)]
     rest = [torch.randn_like(whole) for _ in range(world - 1)]
@@ -268,7 +268,7 @@ def _spread(whole: Tensor, layout: Layout, world: int) -> list[Tensor]:
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("source", [I, R, P, S(0), S(1)], ids=str)
 def test_fewer_wishes_are_never_dearer(source: Layout, needs_grad: bool) -> None:
-    """So that a value may be had in more layouts than its consumers want: what that costs bounds what is inserted."""
+    """The cost of more layouts than the consumers need is an upper bound of the inserted conversions' cost."""
     layouts = [I, R, S(0), S(1)]
     for count in (1, 2, 3):
         for wanted in itertools.combinations(layouts, count):

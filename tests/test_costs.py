@@ -1,4 +1,4 @@
-"""What a step costs: the work of its ops, when they run; and a plan's bytes and memory are those of its step."""
+"""The cost of a step: the work and the timeline of its ops; predicted bytes and memory against a real step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SOME = Collective("w", "reduce", P, I, ("op",), "", "", "", "f32[8]", "f32[8]", 
 
 
 def _messages(*seconds: float) -> Messages:
-    """A message over each axis that takes a while."""
+    """One message over each axis with a positive duration."""
     return {axis: [(SOME, Sent("all_reduce", 1.0, each))] for axis, each in enumerate(seconds) if each}
 
 
@@ -64,8 +64,8 @@ def step(ops: list[Work]) -> float:
 
 def test_a_gather_is_hidden_behind_what_comes_before() -> None:
     assert step([_work(3, 0), _work(1, 0, gather=2)]) == 4
-    assert step([_work(3, 0), _work(1, 0, gather=5)]) == 6  # it begins with the op before
-    assert step([_work(3, 0, gather=2), _work(1, 0)]) == 6  # before the first there is nothing
+    assert step([_work(3, 0), _work(1, 0, gather=5)]) == 6  # the gather begins with the op before
+    assert step([_work(3, 0, gather=2), _work(1, 0)]) == 6  # the first gather can't be hidden
     assert step([_work(1, 0), _work(1, 0, gather=1), _work(1, 0, gather=3)]) == 5
 
 
@@ -75,7 +75,7 @@ def test_backward_begins_when_forward_has_ended() -> None:
 
 def test_a_sum_is_hidden_behind_what_comes_later() -> None:
     assert step([_work(0, 3), _work(0, 1, sums=2)]) == 4
-    assert step([_work(0, 3, sums=2), _work(0, 1)]) == 6  # that of the first op is the last
+    assert step([_work(0, 3, sums=2), _work(0, 1)]) == 6  # the sum of the first op is the last
     assert step([_work(0, 1, sums=4), _work(0, 1, sums=4)]) == 1 + 4 + 4
 
 
@@ -88,7 +88,7 @@ def test_what_is_needed_next_is_sent_before_a_sum() -> None:
 def test_an_inner_axis_sums_before_an_outer_one() -> None:
     both = Work([0, 1], sums=_messages(2, 3))
     assert step([both]) == 1 + 3 + 2
-    assert step([both, both]) == 1 + 3 + 3 + 2  # an axis sums while the other does
+    assert step([both, both]) == 1 + 3 + 3 + 2  # the sums of both axes overlap
 
 
 SECONDS = st.floats(0, 8, width=16)
@@ -114,7 +114,7 @@ PLANNED = [
 @nightly(but=["{'dp': 2, 'tp': 2}-shard"])
 @pytest.mark.parametrize(("mesh", "data"), PLANNED, ids=str)
 def test_of_a_plan(mesh: dict[str, int], data: Any) -> None:
-    """With a link that takes no time a step is its computation; else it hides a part of what is sent."""
+    """With a free link a step takes its computation's time; else computation hides a part of the communication."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()) for _ in range(4)])
         part = torch.ones(4096, 2048)
@@ -138,7 +138,7 @@ def test_of_a_plan(mesh: dict[str, int], data: Any) -> None:
 
 
 def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
-    """An MLP of two products, two biases and an activation, forward and backward: views are free of work alone."""
+    """An MLP of two products, two biases and an activation, forward and backward: views cost only their overhead."""
     plain = ts.Machine("m", 1e12, 1e12)
     slow = dataclasses.replace(plain, op_overhead=1e-3)
     unfused = dataclasses.replace(plain, elementwise_bandwidth=1e9)
@@ -165,7 +165,7 @@ def test_every_op_that_pytorch_counts_flops_of_has_a_price() -> None:
 
 
 def _flops(module: fx.GraphModule, op: Any, axis: str) -> tuple[float, float]:
-    """The operations of the first such op: of all, and of one of two ranks."""
+    """The FLOPs of the first node of an op: unsharded, and on one of two ranks with `axis` split."""
     costs = CostModel(MACHINES["cpu-gloo"], MeshAxis(2))
     costed = Op.of(next(n for n in module.graph.nodes if n.target is op))
     assert costed.row is not None
@@ -183,7 +183,7 @@ def test_a_transposed_convolution_costs_what_pytorch_counts() -> None:
 
 @pytest.mark.parametrize("axis", ["e", "n"])
 def test_the_price_of_experts(axis: str) -> None:
-    """Each row meets one expert's matrix; of experts across ranks each rank has its part of the rows."""
+    """Each row is multiplied by one expert's matrix; with experts split, each rank computes its part of the rows."""
     model, inputs = mixture(inner=64, dtype=torch.bfloat16)
     whole, part = _flops(capture(model, inputs).graph, aten._grouped_mm.default, axis)
     assert whole == 2 * (2 * 10) * 16 * 64 == 2 * part
@@ -193,7 +193,7 @@ def test_each_mesh_of_so_many_ranks_is_there_once() -> None:
     for ranks in (1, 6, 8):
         found = [*meshes(ranks, math.inf)]
         assert all(math.prod(sizes.values()) == ranks for sizes, _ in found)
-        ways = 2 * sum(ranks % n == 0 for n in range(1, ranks)) + 1  # each divisor with both ways; and no batch's axis
+        ways = 2 * sum(ranks % n == 0 for n in range(1, ranks)) + 1  # each divisor in both ways, and no data axis
         assert len(found) == len({str(each) for each in found}) == ways
     assert all(sizes.get("tp", 1) <= 2 for sizes, _ in meshes(8, 2))
 
@@ -205,7 +205,7 @@ NAMES = ["mlp", *(pytest.param(name, marks=pytest.mark.nightly) for name in (*PR
 
 
 def _sent(parts: Sequence[Exchange]) -> float:
-    """The bytes that the first of some ranks sends by a ring."""
+    """The bytes that the first rank sends in a ring algorithm."""
     (first, *others), nbytes = parts, parts[0].sent.nbytes
     if first.lengths is not None:
         return float(sum(first.lengths[1][1:]) * first.sent.itemsize)
@@ -261,7 +261,7 @@ CALLS = [(name, axes) for name in PRICED for axes in MESHES]
 
 @dataclass(frozen=True)
 class _Ended:
-    """A message that has arrived, of zeros; as a Work of gloo and of NCCL, it holds its tensors while it is held."""
+    """A finished message of zeros; like a Work of gloo or NCCL, it keeps its tensors alive."""
 
     tensors: tuple[Any, ...]
 
@@ -281,7 +281,7 @@ def _value(node: fx.Node) -> Tensor:
 
 
 def _step(local: fx.GraphModule) -> Callable[[], None]:
-    """Runs forward and backward of a rank, as ranks do."""
+    """Returns a function that runs a rank's forward and backward."""
     nodes, by_path = placeholders(local.graph), dict[str, Tensor]()
     values = [by_path.setdefault(node.meta["path"], _value(node)) for node in nodes]
     sources, steps = [node.name for node in nodes], steps_of(local, Ranks(ALONE))
@@ -331,5 +331,5 @@ def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
     assert read_mesh(4, {"tp": 4}, None).axes == (MeshAxis(4),) and read_mesh(4, {"tp": 4}, None).last.data is None
     assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
-    assert read_mesh(4, {"dpo": 4}, None).last.data is None  # no name of the field's
+    assert read_mesh(4, {"dpo": 4}, None).last.data is None  # not a usual name of a data axis
     assert read_mesh(4, {"dp": 4}, "shard").last.data == "shard" and not read_mesh(4, {"dp": 4}, "shard").across

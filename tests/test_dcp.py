@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpointing (DCP) of sharded models: right with any number of ranks, or refused."""
+"""PyTorch's distributed checkpointing (DCP) of sharded models: exact with any number of ranks, or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def _says(call: Callable[[], Any], text: str) -> bool:
-    """Whether a call raises an error of ours that says this; DCP raises one of its own around it."""
+    """Whether a call raises a ShardError with this text, or DCP's error around it."""
     try:
         call()
     except (ts.ShardError, dcp.api.CheckpointException) as error:
@@ -52,7 +52,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _saves(rank: int, folder: str) -> dict[str, Any]:
-    """Trains and saves in each way that DCP has; also what is refused, and what is gathered whole."""
+    """Trains, and saves in each way of DCP; also tries unsupported ways, and gathers full states."""
     warnings.simplefilter("ignore")
     ts.distributed.init_process_group()
     model = small("auto", torch.float64)
@@ -123,7 +123,7 @@ def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
 
 
 def _optimizer_from_file(rank: int) -> list[bool]:
-    """An optimizer that has loaded its state, and not stepped, gives slices that know their place."""
+    """An optimizer that has loaded its state, but not stepped, returns slices with their places."""
     warnings.simplefilter("ignore")
     ts.distributed.init_process_group()
     model = small("auto")
@@ -133,7 +133,7 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     torch.save(optimizer.state_dict(), held)
     held.seek(0)
     fresh, loaded = adamw(model), torch.load(held)
-    for state in loaded["state"].values():  # as a process without sharded models, or weights_only=True, writes them
+    for state in loaded["state"].values():  # plain, as written without sharded models or read by weights_only=True
         state.update({name: value.as_subclass(Tensor) for name, value in state.items()})
     fresh.load_state_dict(loaded)
     states = fresh.state_dict()["state"]
@@ -148,7 +148,7 @@ def test_an_optimizer_that_has_not_stepped_gives_slices() -> None:
 
 
 def _sets(rank: int, folder: str, world: int, way: str) -> bool:
-    """Whether a fresh model trains on as the one whose whole states PyTorch's setters have given it."""
+    """Whether a fresh model trains like the first one after PyTorch's setters load the first one's full states."""
     warnings.simplefilter("ignore")
     ts.distributed.init_process_group(group_size=2)
     mesh = {"dp": world // 2, "tp": 2} if world > 2 else None
@@ -159,7 +159,7 @@ def _sets(rank: int, folder: str, world: int, way: str) -> bool:
         layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6)
         plan, divides = {"0": "column", "2": "row"}, {"mesh": mesh, "inputs": "global"} if mesh else {}
         model = ts.shard(torch.nn.Sequential(*layers).double(), plan, (x,), **divides)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # which needs the strides of parameters
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # needs their strides
 
     def trained(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for _ in range(2):
@@ -175,7 +175,7 @@ def _sets(rank: int, folder: str, world: int, way: str) -> bool:
     if way == "broadcast":
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         states = states if rank == 0 else ({}, {})
-    if way == "partial":  # what is missing stays
+    if way == "partial":  # missing values stay
         options = StateDictOptions(full_state_dict=True, strict=False)
         again[0].load_state_dict(first[0].state_dict())
         states = ({name: value for name, value in states[0].items() if name != "0.weight"}, states[1])

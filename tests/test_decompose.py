@@ -1,4 +1,4 @@
-"""Ops that PyTorch runs as other ops, and that have no rule, are those other ops: they stay split."""
+"""Ops without a rule that PyTorch runs as other ops are decomposed into these, and stay split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchshard.testing import capture
 
 
 class _Body(nn.Module):
-    """A split value, what is done with it, and a row-parallel layer behind."""
+    """A column-parallel layer, the function `body`, and a row-parallel layer."""
 
     def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

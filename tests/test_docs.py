@@ -1,4 +1,4 @@
-"""The pages made by scripts are what the scripts make of what the examples print."""
+"""Generated pages are up to date; blocks, commands and links of all pages work."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_the_page_of_collectives_is_up_to_date() -> None:
 
 
 BLOCK = re.compile(r"^(?:```python|<!-- run)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
-"""What a page shows, and what it needs before that and does not show."""
+"""Python that a page shows, and hidden Python that it needs first."""
 MADE_OF_EXAMPLES = {"collectives.md"}
-"""Its blocks are those of the script that prints it."""
+"""Pages with blocks from the script that generates them."""
 
 
 def _runs(rank: int, page: str, folder: str) -> None:
-    """Runs the Python of a page, block after block, in a folder of its own."""
+    """Runs the Python blocks of a page in order, in a separate folder."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
     names: dict[str, Any] = {"__name__": page}
@@ -83,14 +83,14 @@ def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
 
 
 COMMAND = re.compile(r"^(?:    |\$ )torchshard (.*)(?<!\.\.\.)$", re.MULTILINE)
-"""One that a page shows in full."""
+"""A command that a page shows in full."""
 WITH_COMMANDS = [page for page in PAGES if COMMAND.search((ROOT / page).read_text())]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_every_command_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that has nothing but the file of a plan."""
+    """Runs the commands in a folder with only a plan file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for given in ["plan gpt2 --json plan.json", *COMMAND.findall((ROOT / page).read_text())]:

@@ -1,4 +1,4 @@
-"""The picture: valid XML, every collective once and with its shape, the same at each run, and what it refuses."""
+"""Pictures: valid XML, every collective once and with its shape, equal at each run; and errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path
     ts.draw(made, path, step=True)
     text = path.read_text()
     begun = [text.count(sign) for sign in ("▼ all-", "▲ all-", "▼ all-reduce")]
-    if suffix == ".dot":  # nothing else repeats what a row says
+    if suffix == ".dot":  # only here each sign occurs once per collective
         assert begun[:2] == list(made.costs.calls)
     assert all(begun) and "begin_reduce" in text
 

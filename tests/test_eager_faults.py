@@ -1,4 +1,4 @@
-"""Eager calls whose kinds the ranks have all met before, and that differ now: one error on every rank, no abort."""
+"""Eager calls of known kinds that differ between ranks: one error on every rank, without an abort."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _swapped_backwards(odd: bool, make: Callable[[int], Tensor]) -> None:
 
 
 def _messages(odd: bool) -> None:
-    """A message of a shape that both have sent before, where another is received."""
+    """Sends a message of a known shape while the receiver expects another known shape."""
     rank = tsd.get_rank()
     for size in (4, 6):
         tsd.send(ones(size), 1) if rank == 0 else tsd.recv((size,), 0) if rank == 1 else None
@@ -72,7 +72,7 @@ BACKWARDS: dict[str, Callable[[bool], None]] = {
 
 
 def _same_shapes(odd: bool) -> None:
-    """Two sums of one shape in another order: their lines tell."""
+    """Two sums of one shape in a different order, which only their lines of code reveal."""
     a, b = ones(4), ones(4) * 2
     if odd:
         tsd.reduce(b), tsd.reduce(a)
@@ -126,7 +126,7 @@ def test_each_difference_is_an_error_on_every_rank(mode: bool | None, backend: s
 
 
 def _fine(rank: int) -> list[bool]:
-    """What ranks may do from lines of their own, with `debug(True)` too."""
+    """Calls that ranks may make from different lines, even with `debug(True)`."""
     tsd.init_process_group(timeout_seconds=SECONDS)
     tsd.debug(True)
     found = []

@@ -1,4 +1,4 @@
-"""Bad input: each a typed error that says what, where, why and what to try; and the accepted case beside it."""
+"""Bad input raises a typed error with a problem, a place, a reason and advice; similar input is accepted."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_input_on_another_device() -> None:
 
 
 class _Elsewhere(Tensor):
-    """A tensor that says it is on a GPU, on machines that have none."""
+    """A tensor that reports a GPU as its device, also on machines without one."""
 
     @staticmethod
     def __new__(cls: type, data: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The examples run, alone and under a launcher, print once, and what they print of both models is equal."""
+"""The examples run alone and under a launcher, print once, and print equal results of both models."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ def _run(script: str, *args: str, launcher: tuple[str, ...] = ()) -> str:
 
 
 def _main(rank: int, script: str, *args: str) -> str:
-    """Runs a script as a rank that a launcher has started; returns what it printed."""
+    """Runs a script as a launched rank; returns its output."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     sys.argv = [script, *args]
-    sys.path.insert(0, str(EXAMPLES))  # as Python itself does for a script
+    sys.path.insert(0, str(EXAMPLES))  # like Python itself for a script
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
 
 
 def _run_on_forked_ranks(script: str, *args: str, ranks: int = 4) -> str:
-    """Runs a script on some ranks, without the seconds that each takes to import torch.
+    """Runs a script on forked ranks, which saves each rank the seconds to import torch.
 
-    Only the launcher differs from torchrun, which `test_train_gpt_under_torchrun` runs.
+    Only the launcher differs from torchrun, which `test_train_gpt_under_torchrun` covers.
     """
     return "".join(run_ranks(_main, ranks, str(EXAMPLES / script), *args))
 
 
 def check_gpt(printed: str) -> None:
-    """Both models of train_gpt.py had the same losses."""
+    """Checks that both models of train_gpt.py had equal losses."""
     steps = re.findall(r"^step +(\d+) +whole ([\d.]+) +split ([\d.]+)$", printed, re.MULTILINE)
     assert [step for step, _, _ in steps] == ["0", "2"]  # each once: only rank 0 prints
     assert all(abs(float(whole) - float(split)) < 1e-5 for _, whole, split in steps)
@@ -88,7 +88,7 @@ def test_minilm(run: Callable[[str], str]) -> None:
 
 @pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as SmolLM2's, with nine heads and three KV heads too, and with a token for each byte."""
+    """A folder like SmolLM2's, with nine heads, three KV heads and one token per byte."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("tiny_llama")
     bytes_ = tokenizers.pre_tokenizers.ByteLevel
@@ -97,7 +97,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = bytes_()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     config = transformers.LlamaConfig(
-        vocab_size=257,  # a multiple of neither 2 nor 3
+        vocab_size=257,  # not divisible by 2 or 3
         hidden_size=72,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -112,14 +112,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_finetune(printed: str, ranks: tuple[int, int]) -> None:
-    """The run of finetune.py on so many ranks, then on so many others, had the unsharded model's losses throughout."""
+    """Checks that finetune.py had the unsharded model's losses on the first and then on the second number of ranks."""
     first, then = map(str, ranks)
     steps = re.findall(r"^step (\d) +unsharded ([\d.]+) +(\d) ranks ([\d.]+)$", printed, re.MULTILINE)
     assert [(step, size) for step, _, size, _ in steps] == [("0", first), ("1", first), ("2", then), ("3", then)]
     (export,) = re.findall(r"^at last +unsharded ([\d.]+) +export ([\d.]+)$", printed, re.MULTILINE)
     losses = [(float(whole), float(split)) for whole, split in [*(step[1::2] for step in steps), export]]
     assert all(abs(whole - split) < 1e-5 * whole for whole, split in losses)
-    # They fall by far more than they may differ, so a run that began again would be seen.
+    # The losses fall by far more than the tolerance, so a run that started over would be seen.
     assert all(after < before - 1e-3 for (before, _), (after, _) in pairwise(losses))
     differences = re.findall(r"largest relative difference of the losses: (\S+)", printed)
     assert differences and all(float(difference) < 1e-5 for difference in differences)
@@ -141,9 +141,9 @@ def test_finetune_under_a_launcher(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def _check_of(script: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The function with which an example compares both models."""
+    """The function of an example that compares both models."""
     pytest.importorskip("transformers")
-    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script that it runs
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # like Python for a script that it runs
     check: Callable[..., None] = runpy.run_path(str(EXAMPLES / script))["check"]
     return check
 
@@ -214,7 +214,7 @@ ts.distributed.destroy_process_group()
 
 @pytest.mark.nightly
 def test_an_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """A rank dies between two checkpoints; torchrun starts all again, and the end is that of a run without it."""
+    """A rank dies between two checkpoints; torchrun restarts all ranks, and the loss equals an undisturbed run's."""
     printed = []
     for dies in ("", "1"):
         folder = tmp_path / f"dies{dies}"

@@ -1,4 +1,4 @@
-"""Mixtures of experts with real routing: the best few of each token, sorted, in grouped products."""
+"""Mixtures of experts with real routing: the best experts of each token, sorted rows, grouped products."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYBRID = {"dp": "replicate", "fsdp": "shard"}
 
 
 class _Experts(nn.Module):
-    """The two best of some experts."""
+    """A mixture that sends each token to its two best experts."""
 
     def __init__(self, experts: int, hidden: int, inner: int, product: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Experts(nn.Module):
 
 
 def _model(experts: int = 4, inner: int = 90, dtype: torch.dtype = torch.float64) -> tuple[_Experts, tuple[Tensor]]:
-    """PyTorch's own product takes no float64, and while a graph is captured nothing but bfloat16."""
+    """Float64 uses a fallback: PyTorch's own product rejects float64, and during a capture accepts only bfloat16."""
     torch.manual_seed(0)
     product = F.grouped_mm if dtype is torch.bfloat16 else torch.ops.transformers.grouped_mm_fallback
     x = torch.randn(10, 16, dtype=dtype).requires_grad_()
@@ -50,7 +50,7 @@ def _model(experts: int = 4, inner: int = 90, dtype: torch.dtype = torch.float64
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_experts_are_split_inside(world: int) -> None:
-    """Every rank has a part of every expert, and one all-reduce makes the sum."""
+    """Every rank has a shard of every expert; one all-reduce adds the partial sums."""
     model, inputs = _model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -72,7 +72,7 @@ def test_pytorchs_own_product() -> None:
 @nightly("40-False")
 @pytest.mark.parametrize("inner, is_split", [(40, False), (64, True)])
 def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
-    """It takes rows of a multiple of 16 bytes: 40 of two bytes are five of them, for four ranks."""
+    """Its rows must be multiples of 16 bytes: 40 elements of 2 bytes are 5 times 16, which 4 ranks can't split."""
     model, inputs = _model(inner=inner, dtype=torch.bfloat16)
     plan = ts.plan(model, "auto", world_size=4, example_inputs=inputs)
     assert (plan.parameters["up"] == ts.S(2)) is is_split
@@ -85,7 +85,7 @@ def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_sp
 
 @pytest.mark.parametrize("world, experts", [(2, 4), (3, 4), (4, 3)])
 def test_experts_across_ranks(world: int, experts: int) -> None:
-    """Every rank has some experts whole: with 3 of them, the last of 4 ranks has none."""
+    """Every rank has some experts, unsharded; with 3 experts the last of 4 ranks is empty."""
     model, inputs = _model(experts)
     made = capture(model, inputs).plan({}, world, machine="cpu-gloo", layouts={"up": ts.S(0), "down": ts.S(0)})
     gathered = {c.value for c in made.plan.costs.collectives} & {"up", "down"}
@@ -96,7 +96,7 @@ def test_experts_across_ranks(world: int, experts: int) -> None:
 
 @pytest.mark.nightly
 def test_memory_of_a_mixture_on_meta() -> None:
-    """On a GPU Hugging Face counts the rows of each expert with an op that CPUs have for other dtypes alone."""
+    """On GPUs, Hugging Face counts each expert's rows with an op that CPUs support only for other dtypes."""
     config = transformers.MixtralConfig(
         vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=4, num_local_experts=4, use_cache=False,
@@ -110,7 +110,7 @@ def test_memory_of_a_mixture_on_meta() -> None:
 
 
 class _Moved(nn.Module):
-    """The two best experts of each token, its rows moved by a function of the rows, their experts and the products."""
+    """The two best experts of each token; the function `move` sorts the rows for the products, and moves them back."""
 
     def __init__(self, move: Move, inner: int = 12) -> None:
         super().__init__()
@@ -133,19 +133,19 @@ Move = Callable[[_Moved, Tensor, Tensor, Tensor], Tensor]
 
 
 def _ends(keys: Tensor) -> Tensor:
-    """Where the rows of each expert end."""
+    """The end offset of each expert's rows."""
     return torch.histc(keys.float(), bins=4, min=0, max=3).cumsum(0).to(torch.int32)
 
 
 def _by_inverse(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Rows are repeated, and put back by a second sort."""
+    """Repeats rows, and moves them back by a second sort."""
     order = chosen.view(-1).argsort()
     y = m.products(x.repeat_interleave(2, 0)[order], _ends(chosen.view(-1)))
     return (y[order.argsort()].view(-1, 2, 16) * weight.unsqueeze(-1)).sum(1)
 
 
 def _by_scatter(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """As torchtitan has it: gather, and scatter_add of whole rows."""
+    """Gathers rows, and adds them back by scatter_add, like torchtitan."""
     ends = _ends(chosen.view(-1))
     order = chosen.view(-1).argsort(stable=True)
     tokens = (order // 2).reshape(-1, 1).expand(-1, 16)
@@ -154,7 +154,7 @@ def _by_scatter(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _by_bias(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Rows look up what their experts have; tokens are those of a division."""
+    """Rows look up a bias of their experts; a division computes each row's token."""
     keys, order = chosen.flatten().sort()
     tokens = torch.div(order, 2, rounding_mode="floor")
     rows = F.layer_norm(x[tokens], (16,)) + m.bias[keys].mean(-1, keepdim=True)
@@ -163,14 +163,14 @@ def _by_bias(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _by_place(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """One expert for each token; rows are put where they were."""
+    """One expert for each token; index_put moves rows back to their places."""
     keys, order = chosen[:, 0].sort()
     y = m.products(x[order], _ends(keys)) * weight[:, 0][order].unsqueeze(-1)
     return torch.zeros_like(y).index_put((order,), y)
 
 
 def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """The inverse is in int32."""
+    """Moves rows back by an inverse order in int32."""
     keys, order = chosen[:, 0].sort()
     inverse = torch.empty_like(order, dtype=torch.int32)
     inverse[order] = torch.arange(order.shape[0], dtype=torch.int32)
@@ -178,7 +178,7 @@ def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _by_sizes(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Between the products rows are viewed by their number, and meet something that their experts have."""
+    """Between the products, views rows by their number and multiplies them by a bias of their experts."""
     keys, order = chosen.flatten().sort()
     ends, rows = _ends(keys), x[order // 2]
     h = torch.ops.transformers.grouped_mm_fallback(rows, m.up, offs=ends)
@@ -201,7 +201,7 @@ MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32, _by_sizes]
     ],
 )
 def test_ranks_sort_rows_of_their_own(move: Move, mesh: dict[str, int]) -> None:
-    """Ranks that divide the batch send nothing but gradients of weights, over the axis of the batch."""
+    """With the batch split, ranks send only gradients of weights, over the batch's axis."""
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
     for data in ("replicate", "shard"):
         ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
@@ -227,7 +227,7 @@ def _counted(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _paired(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Neighbours in the order of all rows are averaged."""
+    """Averages neighbours in the order of all rows."""
     keys, order = chosen.flatten().sort()
     y = m.products(x[order // 2], _ends(keys))
     pairs = y.view(-1, 2, 16).mean(1, keepdim=True).expand(-1, 2, -1).reshape(-1, 16)
@@ -235,7 +235,7 @@ def _paired(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _limited(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """No expert takes more than two rows; later ones of all are dropped."""
+    """Each expert accepts at most two rows of the full batch, and drops later ones."""
     keys, order = chosen[:, 0].sort()
     counts = torch.histc(keys.float(), bins=4, min=0, max=3)
     place = torch.arange(x.shape[0]) - (counts.cumsum(0) - counts)[keys]
@@ -254,7 +254,7 @@ def _dropped(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _backwards(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Groups and their products do not belong together: which product a row has depends on its place among all."""
+    """Groups are in reverse order, so a row's product depends on its place among all rows."""
     keys, order = chosen[:, 0].sort(descending=True)
     return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
 
@@ -270,7 +270,7 @@ def _inverse_backwards(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> 
 
 
 def _padded(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Rows of padding come first, and are not counted: the others have the products of other places."""
+    """Rows of padding come first but are not counted, so the other rows have the products of other places."""
     keys, order = torch.where(x[:, 0] > 0, chosen[:, 0], -1).sort()
     y = m.products(x[order], _ends(keys)) * (keys >= 0).unsqueeze(-1)
     return torch.zeros_like(x).index_add(0, order, y)
@@ -283,7 +283,7 @@ def _counts_as_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Ten
 
 
 def _other_keys(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """What is sorted is less than what is counted."""
+    """Sorts by a coarser key than the one that is counted."""
     order = chosen[:, 0].bool().int().argsort(stable=True)
     return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(chosen[:, 0])))
 
@@ -316,7 +316,7 @@ def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
 
 @pytest.mark.nightly
 def test_a_mixture_with_its_auxiliary_loss() -> None:
-    """Its first call sets an attribute; rehearsed, it has to choose the product that a capture has, by its dtype."""
+    """Its first call sets an attribute; the rehearsal must choose the same product as a capture, by its dtype."""
     config = transformers.MixtralConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -331,11 +331,11 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
     model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
     call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
     assert not ts.plan(model, {}, world_size=2, example_kwargs=call).data
-    with torch.device("meta"):  # where it counts integers, which PyTorch's CPU does not
+    with torch.device("meta"):  # here it counts integers, unlike on CPUs
         model = transformers.MixtralForCausalLM(config)
     plan = ts.plan(model, {}, world_size=2, example_kwargs=call, memory="1GiB")
     assert plan.costs.memory["activations"] > 0
 
 
 WIDE = 8192
-"""So wide that a step sends its rows to the experts, and not the experts' weights to the rows."""
+"""A width at which a step sends rows to the experts instead of the experts' weights to the rows."""

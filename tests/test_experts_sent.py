@@ -1,4 +1,4 @@
-"""Rows that are sent to the ranks that have their experts."""
+"""Rows that are sent to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def test_a_step_at_experts_sends_what_was_planned() -> None:
 
 @pytest.fixture
 def prefers_sending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows go to their experts wherever they can, whatever that costs."""
+    """Makes the planner send rows to their experts wherever possible, at any cost."""
     name = "torchshard.compiler.planning.seconds_of_step"
     monkeypatch.setattr(name, lambda solved: "dispatch" not in _sends(solved[-1].plan))
 
 
 def _skew(model: _Moved, *scores: float) -> None:
-    """Has all rows of positive numbers choose the experts of the largest scores."""
+    """Makes all rows of positive numbers choose the experts with the largest scores."""
     with torch.no_grad():
         model.gate.weight.copy_(torch.tensor(scores).unsqueeze(1).expand(4, 16))
 
 
 def _scaled(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """How many rows there are is a number, too."""
+    """Multiplies by the number of rows, too."""
     keys, order = chosen[:, 0].sort()
     ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
     h = grouped(x[order], m.up, offs=ends)
@@ -78,7 +78,7 @@ def _scaled(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _by_other_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Between two products there is one more, whose rows are counted in another way."""
+    """The product in the middle counts its rows differently."""
     keys, order = chosen[:, 0].sort()
     ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
     others = torch.searchsorted(keys, torch.arange(4), right=True).to(torch.int32)
@@ -88,13 +88,13 @@ def _by_other_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tens
 
 
 def _without_expert(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """The last rows have none: they choose a fifth."""
+    """The last rows choose a fifth expert, which does not exist."""
     keys, order = x[:, :5].topk(1).indices[:, 0].sort()
     return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
 
 
 def _without_last(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
-    """Ends are where each expert begins, so that rows of the last one have none."""
+    """The ends are the starts of each expert's rows, so rows of the last expert have no product."""
     keys, order = chosen[:, 0].sort(descending=False)
     ends = torch.searchsorted(keys, torch.arange(4)).to(torch.int32)
     return torch.zeros_like(x).index_put((order,), m.products(x[order], ends))
@@ -103,7 +103,7 @@ def _without_last(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tenso
 @pytest.mark.parametrize("move", [_scaled, _by_other_ends, _without_expert, _without_last])
 @pytest.mark.usefixtures("prefers_sending")
 def test_rows_whose_number_matters_stay(move: Move) -> None:
-    """All rows choose one expert, so that none of the ranks has half of them."""
+    """All rows choose one expert, so neither rank has half of them."""
     model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
     _skew(model, 0.0, 0.0, 0.5, 1.0)
     ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
@@ -127,7 +127,7 @@ def test_names_of_a_model_are_its_own() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("prefers_sending")
 def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
-    """Of the two losses that a layer's part gives, one has a gradient."""
+    """One of the two losses that a layer's part returns has a gradient."""
     config = transformers.MixtralConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
         vocab_size=64, num_local_experts=4, output_router_logits=True,
@@ -141,7 +141,7 @@ def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
 
 @pytest.mark.nightly
 def test_rows_go_to_experts_that_do_not_divide() -> None:
-    """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
+    """With five experts the last of three ranks has one; with four it would be empty, so all weights are gathered."""
     x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()
     for experts, sent in ((5, {"dispatch", "combine"}), (4, {"up", "down"})):
         model, _ = _model(experts, inner=WIDE)
@@ -158,7 +158,7 @@ def test_what_costs_less_is_sent(rows: int, sent: set[str]) -> None:
 
 
 def _trained(rank: int, mesh: dict[str, int], data: Any, parts: int) -> float:
-    """The worst difference after steps, in which all rows go to one rank's experts, or to those of all."""
+    """The largest difference after steps with all rows for one rank's experts, or for all ranks' experts."""
     worst = 0.0
     for move, skewed in ((_by_scatter, False), (_by_bias, True)):
         model = _Moved(move, WIDE).double()

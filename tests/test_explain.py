@@ -1,4 +1,4 @@
-"""The listing, as people read it. `UPDATE_GOLDEN=1 pytest tests/test_explain.py` writes tests/golden anew."""
+"""The texts of `ts.explain`. `UPDATE_GOLDEN=1 pytest tests/test_explain.py` rewrites tests/golden."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_listing_of_an_mlp() -> None:
 
 
 def test_explain_is_the_table_and_each_collective_with_the_next_best() -> None:
-    """Without the copy the weight would be split otherwise, and without the sum nothing else than slices of it."""
+    """Each collective is shown with its reason, its cost, and the next best plan without it."""
     made = _mlp()
     told = ts.explain(made.program)
     assert told.startswith(f"{made.plan}\n") and told == ts.explain(made.plan)
@@ -64,7 +64,7 @@ def _of_gpt() -> ts.Plan:
 @pytest.mark.parametrize("level", ["table", "node", "step"])
 @pytest.mark.parametrize("columns", [80, 100])
 def test_explain_fits_the_terminal(level: Any, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is lost: the same words, cut into lines."""
+    """The words stay the same; only line breaks differ."""
     monkeypatch.setenv("COLUMNS", "1000")
     whole = ts.explain(_of_gpt(), level=level)
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -74,7 +74,7 @@ def test_explain_fits_the_terminal(level: Any, columns: int, monkeypatch: pytest
 
 
 def test_the_table_is_a_tree_of_modules() -> None:
-    """A line for a module with what is in it below; the modules of a line stand in their order."""
+    """Each module has a line, with its submodules below it in the model's order."""
     plan = _of_gpt()
     names = [line.split("  ")[0] if line[:1] != " " else line[: len(line) - len(line.lstrip())] + line.split()[0]
              for line in str(plan).splitlines()]  # fmt: skip
@@ -83,7 +83,7 @@ def test_the_table_is_a_tree_of_modules() -> None:
 
 
 def test_layers_that_differ_have_a_line_each() -> None:
-    """Even if both kinds have one name, as every second layer has."""
+    """Layers of two kinds have separate lines, even if these have the same name."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     pins = {"[13]": "row", "[45]": "replicate"}
     plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),))
@@ -92,7 +92,7 @@ def test_layers_that_differ_have_a_line_each() -> None:
 
 
 def test_sizes_have_names() -> None:
-    """The call's first two dims, and the length of what earlier calls have left."""
+    """The call's first two dims, and the length of carried values, are shown by name."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
     decode = ts.explain(ts.plan(model, world_size=2, mode="infer", batch=2, length=5), level="node")
@@ -138,7 +138,7 @@ def test_a_changed_plan_is_explained_as_it_is() -> None:
 
 
 def test_the_step_of_a_rank_as_it_runs() -> None:
-    """The all-reduce of the backward begins before the weights' gradients, and is waited for behind them."""
+    """The all-reduce of the backward begins before the weights' gradients, and is awaited after them."""
     told = ts.explain(_mlp().plan, level="step")
     check_golden("mlp_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
     assert ts.explain(_mlp().plan, "up", level="step").count("\n") < told.count("\n")
@@ -146,7 +146,7 @@ def test_the_step_of_a_rank_as_it_runs() -> None:
 
 @pytest.mark.nightly
 def test_all_axes_of_a_mesh_are_shown() -> None:
-    """A value's word, which axis each collective is over, and a step as any rank runs it, uneven slices too."""
+    """Shows a value's sharding, each collective's axis, and the step of any rank, also with uneven slices."""
     x = torch.randn(4, 8, 16, requires_grad=True)
     mesh, pins = {"dp": 2, "tp": 3}, {"up": "column", "down": "row"}
     plan = ts.plan(MLP(), pins, mesh=mesh, data="shard", example_inputs=(x,), machine="cpu-gloo")
@@ -159,7 +159,7 @@ def test_all_axes_of_a_mesh_are_shown() -> None:
 
 
 def test_gradients_of_a_layer_go_in_one_message() -> None:
-    """The first norm of a model: summing the gradients of its weight and bias sends less than that of its result."""
+    """For a model's first norm: summing gradients of weight and bias sends less than summing its result's gradient."""
     told = ts.explain(_mlp(needs_grad=False).plan, level="step")
     check_golden("bucket_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
 
@@ -199,7 +199,7 @@ def test_the_listing_of_one_module() -> None:
 
 
 class Ordered(nn.Module):
-    """Split features that are sorted and scanned: neither goes on in slices."""
+    """Sorts and scans split features, which must be gathered first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def test_explain_lists_what_had_to_be_gathered_worst_first() -> None:
 
 
 class Scanned(nn.Module):
-    """Attention whose queries are scanned over the features, which heads then can't be split by."""
+    """Attention that scans its queries over the features, so it can't be split by heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
     with pytest.warns(UserWarning) as heard:
         plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),), machine=machine)
     told = [str(w.message) for w in heard]
-    assert {w.filename for w in heard} == {__file__}  # the line that planned, and not one of the library
+    assert {w.filename for w in heard} == {__file__}  # the caller's line, not the library's
     assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
     (work,) = (text for text in told if "of the computation" in text)
     assert work.startswith("aten.matmul.default") and "node cumsum" in work and "wants whole what is split" in work
@@ -246,7 +246,7 @@ def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
 
 
 class Projected(nn.Module):
-    """A layer that has no rule, with a good part of the weights."""
+    """A layer that can't be split, with a large part of the weights."""
 
     def __init__(self) -> None:
         super().__init__()

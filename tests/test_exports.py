@@ -1,4 +1,4 @@
-"""Sharded models written out for other libraries: the folders that those would write themselves."""
+"""Sharded models exported for other libraries: the folders equal the ones that these libraries write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALL = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}
 
 
 def _contents(folder: Path) -> dict[str, Any]:
-    """The content of each file of a folder; JSON as values, for the order of a set in it differs between processes."""
+    """The content of each file of a folder; JSON as values, because the order of its sets differs between processes."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -43,10 +43,10 @@ def _exports(rank: int, kind: str, folder: str, built: bool) -> None:
         torch.manual_seed(0)
         sharded = ts.shard(MODELS[kind](), "auto", (), CALL)
     else:
-        torch.manual_seed(rank)  # what a constructor draws is not used, and need not be equal
+        torch.manual_seed(rank)  # the constructor's draws aren't used, and may differ
         sharded = ts.from_pretrained(f"{folder}/original", "auto", example_kwargs=CALL)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # nothing is gathered whole
+        warnings.simplefilter("error", UserWarning)  # a full gather would warn
         ts.save_pretrained(sharded, f"{folder}/ours", max_shard_size="40KB")
 
 
@@ -62,7 +62,7 @@ def test_the_folder_is_what_transformers_writes(kind: str, built: bool, world: i
     model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
     run_ranks(_exports, world, kind, str(tmp_path), built)
     ours, theirs = _contents(tmp_path / "ours"), _contents(tmp_path / "theirs")
-    if kind == "mixtral":  # whose experts share memory there, and are kept in one file for it
+    if kind == "mixtral":  # its experts share memory there, so transformers keeps them in one file
         ours, theirs = ({**_tensors(folder), "config": folder["config.json"]} for folder in (ours, theirs))
     assert len(theirs) > 5 and ours.keys() == theirs.keys()
     assert not [name for name in ours if ours[name] != theirs[name]]
@@ -124,14 +124,14 @@ def test_an_adapter_is_what_peft_writes(kind: str, tmp_path: Path) -> None:
     run_ranks(_exports_adapter, 2, kind, str(tmp_path / "ours"))
     ours, theirs = _contents(tmp_path / "ours"), _contents(tmp_path / "theirs")
     theirs.pop("README.md")
-    for folder in (ours, theirs):  # a set, in another order in each process
+    for folder in (ours, theirs):  # a set, so its order differs between processes
         modules = folder["adapter_config.json"]["target_modules"]
         folder["adapter_config.json"]["target_modules"] = sorted(modules)
     assert ours == theirs
 
 
 def _loads_adapter(rank: int, folder: str) -> list[Any]:
-    """Loads a base model with an adapter, on ranks that have drawn other numbers; trains the adapter and writes it."""
+    """Loads a base model with an adapter, on ranks with different seeds; trains the adapter and writes it."""
     warnings.simplefilter("ignore")
     ts.distributed.init_process_group()
     base: Any = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/base")
@@ -219,7 +219,7 @@ def _preferred(model: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def _switched(model: Any, x: Tensor) -> list[Tensor]:
-    """What a model computes with its adapters trained, switched, merged, and taken out again."""
+    """A model's results with its adapters trained, switched, merged and unmerged."""
     found, optimizer = [], torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
     for adapter in ("default", "other", "default"):
         model.set_adapter(adapter)
@@ -257,7 +257,7 @@ def _switches(rank: int, folder: str) -> tuple[float, bool, list[str]]:
 
 
 def test_adapters_are_switched_and_merged(tmp_path: Path) -> None:
-    """As of the unsharded model: DPO with the disabled adapter as its reference, another adapter, merged weights."""
+    """DPO with the disabled adapter as reference, another adapter, merged weights: equal to the unsharded model's."""
     for error, same, (unload, save) in run_ranks(_switches, 2, str(tmp_path)):
         assert error < 1e-10 and same
         assert "merge=True" in unload and "ts.save_pretrained(model, folder)" in save

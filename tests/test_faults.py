@@ -1,7 +1,7 @@
-"""What goes wrong between ranks is one error on every surviving rank, in time: no wrong number, no abort, no hang.
+"""A fault between ranks raises one error on every surviving rank in time, without wrong numbers, aborts or hangs.
 
-Most faults run one after the other in one set of processes, each in groups of its own; those that end or stop a
-process in processes of their own.
+Most faults run one after the other in one set of processes, each in new groups; faults that end or stop a process
+run in separate processes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.waits
 SECONDS = 3.0
 """The groups' timeout."""
 SHORT_SECONDS = 1.0
-"""That of faults by which some rank waits in vain."""
+"""The groups' timeout for faults that make a rank wait in vain."""
 WAIT_SECONDS = 120.0
 
 Fault = Callable[[bool, int, int], Any]
-"""(whether this rank is the odd one, its rank, the number of ranks) -> what it calls."""
+"""(whether this rank is the odd one, its rank, the number of ranks) -> the rank's calls."""
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -179,7 +179,7 @@ OF_THE_INPUT = (
     "linear: another size",
     *("model: an input's shape", "model: an input's values"),
 )
-"""Where the calls are alike and what they are called with does not fit."""
+"""Faults with equal calls, but arguments that don't fit."""
 
 EARLY = "messages, the receiver long before"
 FINE: dict[str, Callable[[int], bool]] = {
@@ -207,7 +207,7 @@ def _refused() -> bool:
 
 
 def _exchanged() -> bool:
-    """Two messages each way, waited for in another order."""
+    """Sends two messages each way, and waits for them in another order."""
     if tsd.get_rank() > 1:
         return True
     other = 1 - tsd.get_rank()
@@ -220,7 +220,7 @@ def _exchanged() -> bool:
 
 
 def _around(ranks: int, *, sends_first: bool) -> bool:
-    """Each rank sends to the next, twice in other shapes, and begins to receive before or after."""
+    """Each rank sends to the next, twice with different shapes, and begins to receive before or after."""
     rank, right = tsd.get_rank(), True
     for size in (2, 3):
         x, before = torch.full((size,), float(rank)), (rank - 1) % ranks
@@ -233,7 +233,7 @@ def _around(ranks: int, *, sends_first: bool) -> bool:
 
 
 def _early() -> bool:
-    """A receiver that begins longer before the sender than the timeout, and waits only then."""
+    """The receiver begins before the sender by more than the timeout, and waits only then."""
     rank = tsd.get_rank()
     got = tsd.irecv((2,), 1) if rank == 0 else None
     time.sleep(SECONDS * 1.2)
@@ -243,7 +243,7 @@ def _early() -> bool:
 
 
 def _many_kinds(ranks: int) -> bool:
-    """More kinds of calls than are remembered, and more on one rank than on the others."""
+    """Makes more kinds of calls than are remembered, and more on some ranks than on others."""
     with mock.patch("torchshard.distributed.consistency.MAX_VERIFIED", 8):
         for size in range(1, 24):
             if tsd.get_rank() < 2:
@@ -255,11 +255,11 @@ def _many_kinds(ranks: int) -> bool:
 
 
 Outcome = tuple[str, str, float]
-"""(what was raised, its text, seconds)."""
+"""(type of the error, its text, seconds)."""
 
 
 def _outcome(call: Callable[[], Any]) -> Outcome:
-    """What a rank sees of a fault, and of the group's end."""
+    """Runs a fault and destroys the group; returns the error that this rank sees."""
     began = time.monotonic()
     try:
         try:
@@ -289,7 +289,7 @@ def _all_faults(rank: int) -> dict[str, Outcome]:
         tsd.debug(mode)
         for name, right in FINE.items():
             if name == EARLY and mode is not True:
-                continue  # it takes long, and nothing waits for a comparison then
+                continue  # slow, and only debug(True) waits for a comparison
             found[f"{name}, debug({mode})"] = ("" if right(tsd.get_group_size()) else "wrong", "", 0.0)
         tsd.destroy_process_group()
     return found
@@ -320,12 +320,12 @@ def _leave(how: str) -> None:
 
 
 def _survivor(rank: int, world: int, how: str, mode: bool | None, backend: str, folder: str) -> None:
-    """Makes a step, of which rank 1 makes a part; writes what this rank saw, and ends as any process does."""
+    """Runs a step that rank 1 leaves early; writes this rank's outcome, and exits like any process."""
     torch.set_num_threads(1)
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=world)
     tsd.init_process_group(timeout_seconds=SECONDS)
     tsd.debug(mode)
-    for _ in range(2):  # a call of no new kind, that the default does not compare
+    for _ in range(2):  # so the next calls are of a known kind, which the default does not compare
         tsd.all_reduce(ones(1000))
     if rank == 1:
         _leave(how)
@@ -339,7 +339,7 @@ LOSSES = [
     (2, "exits", True),
     *((4, how, None) for how in ("is stopped", "is killed")),
 ]
-"""(ranks, what becomes of rank 1, debug mode)."""
+"""(ranks, fate of rank 1, debug mode)."""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""What pages and figures show of a step: sums that must be those of the plan, and slices that make up the whole."""
+"""Pages and figures of a step: sums equal the plan's, and slices add up to the full tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_parts_of_a_mesh_are_its_step() -> None:
 
 @pytest.mark.parametrize("data", ["shard", "replicate"])
 def test_a_layer_of_a_mesh_waits_for_its_weights_alone(data: Any) -> None:
-    """It computes and sends over the other axis, and else waits for its slices to be gathered, but not for sums."""
+    """Over the batch's axis, a layer waits for its slices to be gathered, but not for sums of gradients."""
     plan = _mesh_plan(data, machine="h100x8")
     kinds = [{"all-gather"}, {"all-gather", "reduce-scatter"}] if data == "shard" else [set(), {"all-reduce"}]
     for span, names in zip(layer_timeline(plan, "1"), kinds, strict=True):
@@ -94,7 +94,7 @@ def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
     assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ()
     assert loaded.title == live.title == "GPT, batch 2, length 7"
     names = [bound.name for bound in bounds(loaded)]
-    assert names and all("-" in name for name in names)  # messages alone
+    assert names and all("-" in name for name in names)  # only messages
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_ranks_of_a_mesh_hold_slices_of_slices() -> None:
     groups = memory_of_ranks(plan)
     assert sorted(rank for group in groups for rank in group.ranks) == [*range(6)]
     assert len(groups) > 1 and whole / 6 < groups[0].nbytes["parameters"] < whole / 2
-    assert {group.name for group in groups} == {"ranks 0-1, 3-4", "ranks 2, 5"}  # of three slices two have one size
+    assert {group.name for group in groups} == {"ranks 0-1, 3-4", "ranks 2, 5"}  # two of three slices have equal sizes
 
 
 def test_a_tied_weight_is_held_once() -> None:
@@ -189,7 +189,7 @@ def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
 
 
 class Net(nn.Module):
-    """Parts of other names, and no layers: some small, and one in two of which the second is wide."""
+    """Named parts that run one after another, instead of numbered layers."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_layers_that_differ_are_not_folded() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
     made = capture(model, (torch.randn(2, 4),)).plan({"*.0": "column", "*.2": "row"}, 2)
     titles = [i.title for i in outline(made.graph.graph).items if isinstance(i, Box)]
-    assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
+    assert titles == ["0", "2 × *", "3"]  # the first lacks a copy, since its input needs no gradient
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_values() -> None:
 
 
 def test_diff_counts_all_axes_of_the_ranks() -> None:
-    """What is sent over the batch's axes is most of it; a memory that nobody asked for is not 0."""
+    """Counts the bytes of all axes, mostly of the batch's; memory that was not requested is not shown as 0."""
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
     pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
     mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}

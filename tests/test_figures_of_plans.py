@@ -1,4 +1,4 @@
-"""Figures of several plans, and what a figure can't be."""
+"""Figures of several plans, and errors of figures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_lies_otherwise_over_the_axis_of_the_batch_is_told(tmp_path: Path) 
 
 
 def test_two_plans_fold_the_same_layers_and_have_the_same_boxes(tmp_path: Path) -> None:
-    """The first layer of one has no copy, and of the other all layers and all modules look the same."""
+    """In one plan the first layer lacks a copy; in the other all layers and all modules look the same."""
     blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
     model, x = nn.Sequential(*blocks), torch.randn(4, 16)
     split, whole = (

@@ -1,4 +1,4 @@
-"""Models get the weights of folders: each rank reads its slices; what does not fit is refused."""
+"""Models load the weights of folders: each rank reads its slices; weights that don't fit are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _pretrained(rank: int, folder: str, dtype: str | None) -> list[Any]:
     ts.distributed.init_process_group()
     expected: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     call = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}
-    torch.manual_seed(rank)  # what the constructor draws is replaced, and may differ
+    torch.manual_seed(rank)  # the constructor's draws are replaced, and may differ
     sharded = ts.from_pretrained(folder, "auto", example_kwargs=call, dtype=dtype)
     drawn = torch.rand(3)
     torch.manual_seed(3)

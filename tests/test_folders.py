@@ -1,4 +1,4 @@
-"""Weights in files: each rank reads its slices, converted to the model's names and shapes, and nothing else."""
+"""Weights in files: each rank reads only its slices, converted to the model's names and shapes."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_every_reader_is_tried(tmp_path: Path) -> None:
     for make in OPS.values():
         with torch.no_grad():
             make(*lazies)
-    by_dispatch = {"lift_fresh", "_unsafe_view", "view", "clone", "alias", "t"}  # which of these, is PyTorch's choice
+    by_dispatch = {"lift_fresh", "_unsafe_view", "view", "clone", "alias", "t"}  # PyTorch chooses among these
     seen = {entry.op for entry in tape.entries}
     assert {op.overloadpacket.__name__ for op in READERS if op not in seen} <= by_dispatch
 

@@ -1,9 +1,9 @@
-"""Functions of slices: a result is the slice of the whole's result, or a user is told.
+"""Functions of slices: a result is the right slice of the full result, or the user gets a warning or an error.
 
-Of chosen functions, what is followed; then PyTorch's operator database with slices as operands.
+Sweeps PyTorch's operator database with slices as operands, then tests which chosen functions are followed.
 
-Every tensor of the shape of an operator's first operand is sliced along each dim. What a rank then has must be the
-whole result, or the slice of it that its mark says. Otherwise a warning or an error must tell.
+The sweep slices every tensor with the shape of an operator's first operand along each dim. A rank's result must be
+the full result, or the slice of it that its mark describes. Otherwise the call must warn or raise.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.slice_values import Slice, SliceValue
 
 PARTS = 20
-"""The database is swept in as many tests for each number of ranks."""
+"""The number of tests into which the sweep is divided, for each number of ranks."""
 LARGEST = 4096
-"""Elements of the largest tensor that is sliced."""
+"""The most elements of a tensor that is sliced."""
 UNCHECKED = {"lu_unpack"}
-"""PyTorch's kernel writes beyond its results where the pivots of another matrix are given."""
+"""Operators that are not swept: PyTorch's kernel writes out of bounds if it gets another matrix's pivots."""
 
 
 class Held(NamedTuple):
-    """How a rank holds a tensor."""
+    """A rank's placement of a tensor that is split along a dim."""
 
     rank: int
     ranks: int
@@ -72,7 +72,7 @@ def _equal(own: Tensor, expected: Tensor) -> bool:
 
 
 def _is_right(own: Tensor, whole: Tensor) -> bool:
-    """Whether a rank's tensor is what it is said to be of the whole's."""
+    """Whether a rank's tensor is the full one, or the slice of it that its mark describes."""
     if not isinstance(own, Slice) or not own.is_split:
         return _equal(own, whole)
     return own.whole == tuple(whole.shape) and _equal(own, own.sharding.local(whole, own.ranks.place))
@@ -84,7 +84,7 @@ def _run(function: Callable[..., Any], call: Any) -> Any:
 
 
 def _verdict(function: Callable[..., Any], sample: Any, held: Held, *, in_place: bool) -> str:
-    """'right', 'told', 'refused' or 'wrong'; '' if the whole's call fails."""
+    """'right', 'told' (warned), 'refused' or 'wrong'; '' if the unsharded call fails."""
     shape = sample.input.shape
 
     def sliced(leaf: Tensor) -> Tensor:
@@ -109,14 +109,14 @@ def _verdict(function: Callable[..., Any], sample: Any, held: Held, *, in_place:
 
 
 def _ways(op: Any) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """How an operator is called, and whether that writes to its operand."""
+    """The ways to call an operator, and whether each writes to its operand."""
     yield op.op, False
     if op.inplace_variant is not None:
         yield op.inplace_variant, True
 
 
 def _verdicts(op: Any, ranks: int) -> Iterator[tuple[str, str]]:
-    """What becomes of calls of an operator on the first and the last rank, and the calls in words."""
+    """The verdicts on an operator's calls on the first and the last rank, with descriptions of the calls."""
     for sample in calls(op, torch.float64, 12, 2):
         first = sample.input
         if not isinstance(first, Tensor) or first.layout != torch.strided or not 0 < first.numel() <= LARGEST:
@@ -194,7 +194,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("words", WORDS)
 def test_what_is_called_a_slice_is_one(words: str, name: str) -> None:
-    """Each rank's result is the slice of the whole's that it is said to be, or is said to be none."""
+    """Each rank's result is the slice of the full result that its type describes, or is marked as lost."""
     of, f = WORDS[words], FUNCTIONS[name]
     whole = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for place in Mesh((TP, DP)).places():
@@ -211,7 +211,7 @@ def test_what_is_called_a_slice_is_one(words: str, name: str) -> None:
 
 
 def test_following_is_no_excuse_for_losing_all() -> None:
-    """Of a weight that is split by rows, the results of all but these functions are slices."""
+    """With a weight that is split by rows, all functions except these return slices."""
     lost = set[str]()
     for name, f in FUNCTIONS.items():
         local = torch.randn(4, 12, dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_following_is_no_excuse_for_losing_all() -> None:
 
 
 def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
-    """A number or a tensor of a slice's size, beside the slice, where the function takes it beside the whole."""
+    """An argument of a slice's size is not assumed to refer to the slice if the full tensor accepts it, too."""
 
     def followed(f: Callable[..., Any], whole: tuple[int, ...], of: Sharding, *others: Any) -> Any:
         local = of.local(torch.zeros(whole), {"tp": 0}).clone()
@@ -242,7 +242,7 @@ def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
 
 
 def test_a_count_of_heads_is_the_wholes() -> None:
-    """Heads are counted on the whole: a view in as many heads on each rank is no slice of it."""
+    """A number of heads refers to the full tensor: a rank's view with this number is not a slice of the full view."""
 
     def viewed(whole: tuple[int, ...], of: Sharding, *sizes: int, view: Any = Tensor.reshape) -> Any:
         local = of.local(torch.zeros(whole), {"tp": 0}).clone()

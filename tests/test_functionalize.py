@@ -1,4 +1,4 @@
-"""In-place ops and views: the functionalized graph computes what the model computes, or the model is refused."""
+"""In-place ops and views: the functionalized graph computes the model's results, or the model is refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _two_results(h: Tensor) -> Tensor:
 
 
 def _after_a_loss(h: Tensor) -> Tensor:
-    """A loss takes its operands broadcast to each other: views of both."""
+    """A loss broadcasts its operands to each other, which makes views of both."""
     y = h.detach() * 1
     loss = torch.nn.functional.mse_loss(y, h.detach()[:1]) + torch.nn.functional.l1_loss(y[:1], y + 1)
     y[:, :2].mul_(0.5)
@@ -124,7 +124,7 @@ def _after_a_loss(h: Tensor) -> Tensor:
 
 
 def _unrecorded(write: Callable[[Tensor], Any], name: str) -> Callable[[Tensor], Tensor]:
-    """A write that autograd does not see: later values are new, gradients pass as if it had not been."""
+    """A write that autograd does not record: later values change, gradients flow as if without the write."""
 
     def body(h: Tensor) -> Tensor:
         before = h * 2
@@ -159,7 +159,7 @@ def _overwritten(h: Tensor) -> Tensor:
 
 
 def _parts_of_spectrum(h: Tensor) -> Tensor:
-    """As a Fourier neural operator written by hand has it."""
+    """Writes parts of a spectrum, like a hand-written Fourier neural operator."""
     z = torch.fft.rfft(h)
     kept = torch.zeros_like(z)
     kept[..., :3] = z[..., 1:4].conj() * (1 + 2j)
@@ -185,7 +185,7 @@ def _complex_numbers_of_real_ones(h: Tensor) -> Tensor:
 
 
 def _sparse_values(h: Tensor) -> Tensor:
-    """As ShiRA of peft has it: the changes of a weight at a few places."""
+    """Adds a sparse change to a weight, like peft's ShiRA."""
     y = h.clone()
     y.mul_(2)
     change = torch.sparse_coo_tensor(torch.tensor([[0, 2, 7], [3, 3, 1]]), h[0, :3], (8, 8))

@@ -1,4 +1,4 @@
-"""What GPUs and NCCL ask of the library, as far as ranks without a GPU show it."""
+"""Tests the GPU and NCCL code paths on ranks without a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchshard.plans.machine import objective
 from torchshard.runtime import compilation
 from torchshard.testing import run_ranks
 
-# --- the backend that tensors travel by -------------------------------------------------------------------------------
+# --- the backend of each device ---------------------------------------------------------------------------------------
 
 
 def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +67,11 @@ def test_only_tensors_that_travel_by_gloo_abort(
     assert {kind for kind in ("cpu", "cuda") if group.aborts_on_mismatch(torch.device(kind))} == devices
 
 
-# --- ranks whose backend neither aborts nor blocks --------------------------------------------------------------------
+# --- backends that don't abort or block -------------------------------------------------------------------------------
 
 
 def _as_by_nccl() -> None:
-    """From now on this rank takes its group for one whose tensors don't travel by gloo."""
+    """Makes this rank's groups behave as if no tensor travelled by gloo."""
     register_groups({group.name: replace(group, gloo_devices=frozenset()) for group in registered_groups()})
 
 
@@ -136,13 +136,13 @@ def test_a_call_is_compared_while_its_collectives_are_on_their_way() -> None:
 
 
 class _Work:
-    """A collective on a device: `wait` returns at once."""
+    """A fake device collective: `wait` returns at once, and `is_completed` is true after `polls` calls."""
 
     def __init__(self, polls: int) -> None:
         self.polls = polls
 
     def wait(self) -> None:
-        """Does not block."""
+        """Returns at once, as on a device."""
 
     def is_completed(self) -> bool:
         self.polls -= 1
@@ -206,14 +206,14 @@ def test_split_attention_does_not_draw_what_a_fused_kernel_would() -> None:
         assert _annotated_on("cuda", 0.1, COLUMNS)
 
 
-# --- what is compiled -------------------------------------------------------------------------------------------------
+# --- compilation ------------------------------------------------------------------------------------------------------
 
 
 COLUMN = {"up": "column", "down": "replicate"}
 
 
 def _localized_on(device: str, plan: dict[str, str]) -> fx.GraphModule:
-    """Rank 0's graph of two, as of a model on that device."""
+    """Returns rank 0's local graph on two ranks, with its fake tensors moved to `device`."""
     model = MLP()
     facts = ModelFacts.of(model)
     made = program(model, read_constraints(facts, plan, Mesh((MeshAxis(2),)), objective(None)), (torch.randn(4, 12),))
@@ -267,7 +267,7 @@ def test_cuda_graphs_use_the_memory_of_the_call_before_and_hold_nothing_that_glo
     assert marked == ["a call"] * 2
 
 
-# --- where tensors are ------------------------------------------------------------------------------------------------
+# --- devices ----------------------------------------------------------------------------------------------------------
 
 
 def _elsewhere_by_default(rank: int, folder: str) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _elsewhere_by_default(rank: int, folder: str) -> dict[str, Any]:
     tsd.init_process_group()
     sharded = ts.shard(copy.deepcopy(model), {"up": "column", "down": "row"})
     optimizer = torch.optim.AdamW(sharded.parameters())
-    for each in (model, sharded, sharded):  # the second time with graphs of its own
+    for each in (model, sharded, sharded):  # the second sharded call has step graphs
         each.zero_grad()
         each(x).square().sum().backward()
     gradients = {}
@@ -302,7 +302,7 @@ def _elsewhere_by_default(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_the_default_device_is_the_users_alone(tmp_path: Path) -> None:
-    """The library's own tensors are where it puts them, as under `torch.set_default_device("cuda")`."""
+    """`torch.set_default_device` (here to meta) doesn't move the library's own tensors."""
     for found in run_ranks(_elsewhere_by_default, 2, str(tmp_path)):
         assert found == {"gradients": True, "report": True, "objects": [0, 1], "received": True, "result": True}
 
@@ -343,7 +343,7 @@ def test_two_processes_with_nccl_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:
-    """As after an elastic restart: the store has what ranks left that were there before, of some of them nothing."""
+    """After an elastic restart, the store still has keys of some of the earlier ranks."""
     store = dist.HashStore()
     store.set("torchshard/there/1", "one that is gone")
     names = []

@@ -1,7 +1,7 @@
-"""What people do around a model, from PyTorch's tutorials and recipes: as with the unsharded model, or told.
+"""Common training code from PyTorch's tutorials and recipes gives the unsharded model's results, or raises.
 
-Each habit is code that knows nothing of sharding. It is run with the unsharded model and with the sharded one, whose
-parameters are all split; what it gives and the parameters after it are compared, in float64.
+Each habit is code that knows nothing of sharding. It runs with the unsharded model and with the sharded one, which
+splits all parameters. The returned tensors and the parameters after it are compared in float64.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _loss(model: Any, seed: int = 0) -> Tensor:
 
 Habit = Callable[[Any], Any]
 EQUAL: dict[str, Habit] = {}
-"""Name -> what is done with a model; the tensors that it gives are compared, and the parameters that it leaves."""
+"""Name -> function of a model. Tests compare its returned tensors, and the parameters after it."""
 
 
 def _equal(habit: Habit) -> Habit:
@@ -185,7 +185,7 @@ def _freezing_midway(model: Any) -> Any:
     return _trained(model, lambda m: optimizer.step(), steps=1)
 
 
-# --- the graph -------------------------------------------------------------------------------------------------------
+# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 @_equal
@@ -242,7 +242,7 @@ def _hooks_on_results(model: Any) -> Any:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-# --- copies and states -----------------------------------------------------------------------------------------------
+# --- copies and state dicts -------------------------------------------------------------------------------------------
 
 
 @_equal
@@ -309,7 +309,7 @@ def _cast_and_back(model: Any) -> Any:
     return model.double()(_x())
 
 
-# --- running them ----------------------------------------------------------------------------------------------------
+# --- tests of the habits above ----------------------------------------------------------------------------------------
 
 
 def _flat(given: Any) -> Iterator[Tensor]:
@@ -341,7 +341,7 @@ def test_habits_have_the_results_of_the_unsharded_model(name: str) -> None:
     assert largest(*run_ranks(_equals, 2, name)) < TOLERANCE
 
 
-# --- more of them, several in one run --------------------------------------------------------------------------------
+# --- further habits, several per run ----------------------------------------------------------------------------------
 
 
 def _outcomes(rank: int, options: dict[str, Any], names: list[str]) -> dict[str, float]:
@@ -364,7 +364,7 @@ BY_DAY = (
     "clipping_within_steps",
     "clipping_a_set",
 )
-"""The quick ones of the habits that have failed once; all run by night, on several meshes."""
+"""Fast habits that failed once. The nightly test runs all of them on several meshes."""
 
 
 def test_recipes_have_the_results_of_the_unsharded_model_or_are_refused() -> None:
@@ -374,7 +374,7 @@ def test_recipes_have_the_results_of_the_unsharded_model_or_are_refused() -> Non
 
 @on_ranks(2)
 def test_anomaly_mode_finds_none_in_what_torchshard_records(rank: int) -> None:
-    """Steps look for NaNs, in calls of a graph with a backward of its own."""
+    """Recording step graphs under anomaly mode must not search fake tensors for NaNs."""
     tsd.init_process_group()
     _, sharded = _pair()
     with warnings.catch_warnings(record=True) as held, torch.autograd.detect_anomaly():

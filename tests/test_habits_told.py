@@ -1,4 +1,4 @@
-"""Habits that slices can't have: warnings and errors say so."""
+"""Code that treats a slice as the full parameter warns or raises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers import nightly, refused_input
 from tests.test_habits import PLAN, Habit, _loss, _model, _pair, _x
 from torchshard.testing import run_ranks
 
-# --- told: warnings --------------------------------------------------------------------------------------------------
+# --- warnings ---------------------------------------------------------------------------------------------------------
 
 
 WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -75,7 +75,7 @@ WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "hooks on all modules": lambda m, p: _with_a_hook_on_all(m),
     "gradients that the parameters hold already": lambda m, p: _sharded_with_gradients(),
 }
-"""What a warning says -> what is done with a model and a parameter of it."""
+"""Text of the warning, up to any comma -> function of a model and one of its parameters."""
 
 
 def _norm(tensor: Any) -> None:
@@ -118,7 +118,7 @@ def _sharded_with_gradients() -> None:
 
 @torch.no_grad()
 def _step_by_lists(parameters: list[nn.Parameter]) -> None:
-    """As schedule-free optimizers step: slices and parameters that are whole in one list."""
+    """Updates slices and unsharded parameters in one list, as schedule-free optimizers do."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     averages = torch._foreach_mul(gradients, 0.1)
     torch._foreach_lerp_(averages, gradients, 0.5)
@@ -141,7 +141,7 @@ QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-# --- told: errors ----------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, Habit] = {
@@ -169,7 +169,7 @@ REFUSED: dict[str, Habit] = {
     "can't be replaced": lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
     "can't be pickled": lambda m: torch.save(m, "/dev/null"),
 }
-"""What an InputError says -> what is done with a sharded model."""
+"""Text of the InputError -> function of a sharded model. `(assigned)` and `(per sample)` only name the case."""
 
 
 def _forward_mode(model: Any) -> None:
@@ -192,7 +192,7 @@ def _foreign_state(model: Any) -> None:
     optimizers[1].load_state_dict(optimizers[0].state_dict())
 
 
-# --- told: ranks that differ -----------------------------------------------------------------------------------------
+# --- ranks that diverge -----------------------------------------------------------------------------------------------
 
 
 def _label(rank: int) -> Tensor:
@@ -213,7 +213,10 @@ DIFFERENT: dict[str, Callable[[Any, int], Any]] = {
     ),
     "about to do different things: overflows": lambda m, rank: _unscaled(_in_turn(m, rank)),
 }
-"""What a DistributedError says -> what the ranks do; it comes at once, at the next call, or with the state dict."""
+"""Text of the DistributedError, up to the colon -> function of a model and a rank.
+
+The error is raised at once, at the next call, or by the state dict.
+"""
 
 
 def _on_the_first(rank: int, call: Callable[[], Any]) -> None:
@@ -222,7 +225,7 @@ def _on_the_first(rank: int, call: Callable[[], Any]) -> None:
 
 
 def _in_turn(model: Any, rank: int) -> list[list[nn.Parameter]]:
-    """The parameters one by one, in another order on each rank, as a set gives them."""
+    """Returns the parameters one by one, in a different order on each rank, as iteration over a set may."""
     return [[p] for p in model.parameters()][:: 1 - 2 * rank]
 
 
@@ -255,7 +258,7 @@ def _said(habit: Callable[[], Any]) -> list[str]:
 
 
 def _warns(rank: int, text: str) -> bool:
-    """Whether a habit warns with the sharded model, and not with the unsharded one."""
+    """Whether a habit warns with the sharded model, and only with it unless gradients or hooks cause the warning."""
     tsd.init_process_group()
     model, sharded = _pair()
     for m in (model, sharded):
@@ -351,7 +354,7 @@ def _clips_in_another_order(rank: int, verifies_each: bool) -> str:
     try:
         with mock.patch(
             "torchshard.distributed.group.Group.aborts_on_mismatch", return_value=verifies_each
-        ):  # False, as of NCCL
+        ):  # False is NCCL's behaviour
             _clipped(_in_turn(sharded, rank), nn.utils.clip_grad_norm_)
             sharded(_x())
     except ts.DistributedError as error:

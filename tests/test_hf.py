@@ -1,4 +1,4 @@
-"""Real Hugging Face architectures, tiny and with random weights, with plans in their own words."""
+"""Tests tiny Hugging Face models with random weights under hand-written plans."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_parity(name: str, world_size: int) -> None:
 @nightly("bert")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_no_more_collectives_than_megatron(name: str) -> None:
-    """Per layer two reduces forward and two copies (all-reduced backward); around them only embedding and head."""
+    """Each layer has two reduces (forward) and two copies (all-reduced backward); only embedding and head add more."""
     build, plan, inputs = CASES[name]
     kinds = capture(build().eval(), (), inputs()).plan(plan, 2).collectives()
     assert kinds.count("reduce") == 2 * 2 + 1

@@ -1,4 +1,4 @@
-"""Ranks that have done different things with a sharded model are told at its next call, at no further message."""
+"""If ranks diverge, the sharded model's next call raises on every rank, without an extra message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
 
 
 class _Split(nn.Module):
-    """All of its parameters are split."""
+    """A model with only split parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _Split(nn.Module):
 
 
 class _Shifted(_Split):
-    """It reads a tensor that is no argument, parameter or buffer."""
+    """A model that reads a tensor other than its arguments, parameters and buffers."""
 
     def __init__(self, shift: Tensor) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def _optimizes(odd: bool, build: Callable[[], nn.Module], how: str) -> None:
 
 
 def _updates_by_hand(odd: bool) -> None:
-    """A parameter that is written on one rank is found once its turn comes."""
+    """Changes parameters by hand, differently on one rank. Calls compare them in turn, so this takes several calls."""
     model = _made()
     for _ in range(8):
         model(X).square().mean().backward()
@@ -73,10 +73,10 @@ def _updates_by_hand(odd: bool) -> None:
 
 
 def _broadcasts(odd: bool) -> None:
-    """PyTorch's tutorial gives every rank the parameters of the first."""
+    """Broadcasts the first rank's parameters, as PyTorch's tutorial does."""
     model = _made()
     for p in model.parameters():
-        dist.broadcast(torch.from_numpy(p.detach().numpy()), 0)  # a plain tensor of the same memory
+        dist.broadcast(torch.from_numpy(p.detach().numpy()), 0)  # a plain tensor that shares memory
     model(X)
 
 
@@ -97,7 +97,7 @@ def _backwards_in_another_order(odd: bool, *, of_one: bool) -> None:
 
 
 def _backward_twice(odd: bool) -> None:
-    """One rank goes back twice, the other makes the second loss's backward in between."""
+    """Runs the first loss's backward twice on one rank; the others run the second loss's instead."""
     model, x = _made(), X.clone().requires_grad_()
     one, two, three = (model(x).sum() for _ in range(3))
     for loss in (one, one, three) if odd else (one, two, three):
@@ -113,7 +113,7 @@ def _large(odd: bool, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _trains_two(odd: bool) -> None:
-    """Two threads train a model each: their gradients differ as well."""
+    """Trains two models with different gradients, and calls them in a different order on one rank, as threads might."""
     a, b = _made(), _made()
     for model, factor in ((a, 1.0), (b, 2.0)):
         (model(X).sum() * factor).backward()
@@ -160,13 +160,13 @@ def _loads(odd: bool) -> None:
 def _saves(odd: bool) -> None:
     model = _made()
     model(X)
-    if odd:  # as after a signal that reaches the ranks a step apart
+    if odd:  # e.g. a signal reaches the ranks a step apart
         ts.save("never written", model)
     model(X)
 
 
 def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
-    if elsewhere:  # as if all tensors were on a device that one has to wait for
+    if elsewhere:  # as if all tensors were on an asynchronous device
         pytest.MonkeyPatch().setattr("torchshard.runtime.digests.is_here", lambda tensor: False)
     found = {}
     for name, (fault, _) in FAULTS.items():
@@ -175,7 +175,7 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
         try:
             fault(rank == dist.get_world_size() - 1)
             if elsewhere:
-                _made()  # never reached by the faults that the next call tells
+                _made()  # not reached if the next call reports the fault
             found[name] = "silent"
         except ts.ShardError as error:
             found[name] = str(error)
@@ -188,7 +188,7 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
-    """Through memory, ranks see it in the first collective that differs, before what they did is compared."""
+    """On the memory backend, the first differing collective raises, before the ranks compare their histories."""
     ranks = run_ranks(_outcomes, world, False, backend=backend)
     for name, (_, text) in FAULTS.items():
         said = {found[name] for found in ranks}
@@ -199,7 +199,7 @@ def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None
 
 
 def _on_another_device(rank: int) -> list[str]:
-    """Digests that are read a call later, as on a GPU."""
+    """Reads digests one call later, as on a GPU."""
     pytest.MonkeyPatch().setattr("torchshard.runtime.digests.is_here", lambda tensor: False)
     ts.distributed.init_process_group()
     found = []
@@ -230,13 +230,13 @@ def test_differences_on_a_device_are_reported_one_call_later() -> None:
 
 
 def _fine(rank: int) -> list[bool]:
-    """What is alike on all ranks, though it looks odd."""
+    """Runs unusual steps that are consistent across ranks; none may raise."""
     ts.distributed.init_process_group()
     found = []
     twins = _Split()
     for p in twins.parameters():
         nn.init.constant_(p, 0.1)
-    with torch.no_grad():  # experts that begin as copies of one: the ranks' slices are equal, and not constant
+    with torch.no_grad():  # experts initialised as copies: the ranks' slices are equal, and not constant
         twins.up.weight.copy_(torch.arange(12.0).expand(20, 12))
     model = ts.shard(twins, PLAN, example_inputs=(X,))
     optimizer = torch.optim.SGD(model.parameters(), 1e-4)
@@ -246,14 +246,14 @@ def _fine(rank: int) -> list[bool]:
     model, count = _made(), _Messages()
     with count:
         model(X)
-    found.append(count.sent == 1 + 1)  # one comparison; the collective of its row-split product
+    found.append(count.sent == 1 + 1)  # one comparison, and the all-reduce of the row-split product
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     for _ in range(6):
         model(X)
     if rank:
-        torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()  # not the model's
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1).step()  # a parameter outside the model
     model(X)
     return found
 

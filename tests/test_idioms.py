@@ -1,7 +1,7 @@
-"""How people write models, and what they pass by mistake: as the unsharded model does, or told in words of ours.
+"""Common ways to write models, with the unsharded model's results: cases for `test_idioms_told.py`.
 
-Most cases run one after the other on two ranks. A model's case is called, its loss differentiated and one step made, of
-the unsharded and of the sharded model: results, gradients of the inputs and parameters after the step are compared.
+A case calls its model, differentiates the results and makes one step, with the unsharded and with the sharded
+model. Results, gradients of the inputs, and results after the step are compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Body = Callable[[Any, Any], Any]
 
 
 class _Model(nn.Module):
-    """A linear, attributes that a case wants beside it, and a forward."""
+    """A linear layer, a case's attributes, and its forward."""
 
     def __init__(self, body: Body = lambda m, x: m.up(x), dtype: torch.dtype = torch.float64, **attributes: Any):
         super().__init__()
@@ -86,11 +86,11 @@ class _Codebook(nn.Parameter):
 
 
 class _Distances(Tensor):
-    """A tensor of the user's own class, which computes as any."""
+    """A user's tensor class that computes like any tensor."""
 
 
 class _Doubled(Tensor):
-    """A tensor that computes otherwise."""
+    """A tensor class that doubles the results of `linear`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ def _float_model() -> nn.Module:
 
 
 class _Frozen(OrderedDict[str, Any]):
-    """A configuration that can't be written to, as libraries have it; its entries are attributes too."""
+    """A read-only configuration, as libraries define; its entries are attributes too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -266,7 +266,7 @@ class _Cache:
 
 
 def _with_a_registered_cache() -> nn.Module:
-    """A plain object whose tensors are the model's buffers too."""
+    """Returns a model with a plain object that shares its tensor with a buffer."""
     model = _Model(lambda m, x: m.up(x) * m.cache.keys, cache=_Cache())
     model.register_buffer("keys", model.cache.keys, persistent=False)  # type: ignore[union-attr]
     return model
@@ -283,7 +283,7 @@ def _normalised(m: Any, x: Tensor) -> Tensor:
 
 
 class _Batch(dict[str, Any]):
-    """Registered with PyTorch's pytree, but without names of its entries."""
+    """A dict registered with PyTorch's pytree without names of its entries."""
 
 
 pytree.register_pytree_node(_Batch, lambda d: (list(d.values()), list(d)), lambda v, keys: _Batch(zip(keys, v)))  # noqa: B905
@@ -353,7 +353,7 @@ EQUAL: dict[str, _Case] = {
 
 
 def _outcome(case: _Case, model: Any) -> list[Tensor]:
-    """Results, gradients of the inputs, and results after a step."""
+    """Returns the results, the gradients of the inputs, and the results after a step."""
     inputs = pytree.tree_map(lambda t: t.detach().requires_grad_(), case.inputs())
     leaves = pytree.tree_leaves(inputs)
     results = pytree.tree_leaves(case.call(model, inputs))
@@ -365,7 +365,7 @@ def _outcome(case: _Case, model: Any) -> list[Tensor]:
 
 
 def _difference(case: _Case) -> str:
-    """'' where the sharded model does what the unsharded one does."""
+    """Returns '' if the sharded model matches the unsharded one."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Idioms that can't work as they do unsharded: an error or a warning says so."""
+"""Idioms that sharding doesn't support warn or raise; the others match the unsharded model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers import refused, refused_input
 from tests.test_idioms import EQUAL, PLAN, _difference, _Doubled, _Model, _Plain, _quantized, _with, _x
 from torchshard.testing import join, run_ranks
 
-# --- told ------------------------------------------------------------------------------------------------------------
+# --- errors and warnings ----------------------------------------------------------------------------------------------
 
 
 def _sharded(dtype: torch.dtype = torch.float64, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a batch of calls by torch.func": ("gather was called within", lambda: torch.func.vmap(tsd.gather)(_x())),
     "a broadcast in a transform": ("broadcast was called within", lambda: torch.func.vmap(tsd.broadcast)(_x())),
 }
-"""What is done -> what an InputError says."""
+"""Case -> (text of the InputError, call that raises it)."""
 
 
 def _by_levels(module: nn.Module, x: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a number as a result": (NUMBER, lambda: _Model(lambda m, x: (m.up(x), x.sum().item()))),
     "a number as a factor": (NUMBER, lambda: _Model(lambda m, x: m.up(x) * x.sum().item())),
 }
-"""What is called -> what a CaptureError says."""
+"""Case -> (text of the CaptureError, function that returns the model)."""
 
 
 def _all(rank: int, names: list[str]) -> dict[str, str]:
-    time.sleep(2.5 * rank)  # longer than a call may wait, but not longer than the start
+    time.sleep(2.5 * rank)  # longer than the time-out of a call, shorter than the one at the start
     tsd.init_process_group(timeout_seconds=2.0, start_seconds=60.0, collective_seconds=20.0)
     tsd.destroy_process_group()
     tsd.init_process_group(timeout_seconds=20.0)

@@ -1,4 +1,4 @@
-"""Plans for serving: calls without gradients, what they hold, and the longest context that fits."""
+"""Plans for inference: no backward, memory of weights and caches, and the longest context that fits."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def test_a_prompt_is_planned_without_a_cache() -> None:
     assert plan.costs.calls[1] == 0 and not plan.inputs
 
 
-# --- models that are sharded so --------------------------------------------------------------------------------------
+# --- models sharded for inference -------------------------------------------------------------------------------------
 
 
 def _served(rank: int, plan: str) -> tuple[int, int, float]:
-    """Collectives of a decode step, as planned and as run; and the largest difference of gradients of a later step."""
+    """Returns a decode step's collectives, planned and run, and the largest gradient error of a later step."""
     ts.distributed.init_process_group()
     model = _llama().double()
     ids = torch.arange(12).reshape(2, 6)
@@ -140,7 +140,7 @@ def test_a_plan_for_inference_trains_exactly() -> None:
     assert ts.check(model, plan, world_size=2, example_kwargs=example).ok
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- invalid input ----------------------------------------------------------------------------------------------------
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:
@@ -168,11 +168,11 @@ def test_the_command_line_plans_a_decode_step(tmp_path: Any, capsys: pytest.Capt
     assert "the longest context that fits has" in shown and "0 backward" in shown
 
 
-# --- tokens without whole logits -------------------------------------------------------------------------------------
+# --- tokens without full logits ---------------------------------------------------------------------------------------
 
 
 class Head(nn.Module):
-    """Gives tokens: the likeliest, or drawn by the Gumbel trick, which is a draw from the softmax."""
+    """Returns tokens: the likeliest, or samples from the softmax by the Gumbel trick."""
 
     def __init__(self, temperature: float) -> None:
         super().__init__()

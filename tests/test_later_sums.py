@@ -1,4 +1,4 @@
-"""Calls within `no_sync()`: each rank keeps its parts of gradients, and the next call outside of it sums them all."""
+"""Gradient accumulation by `no_sync()`: ranks keep partial gradients, and the next call outside sums them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _ids(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 def _with_labels(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     made = model(input_ids=batch[0], labels=batch[1])
-    loss: Tensor = made.loss + made.logits.square().mean()  # of logits and loss: two segments
+    loss: Tensor = made.loss + made.logits.square().mean()  # uses logits and loss: two segments
     return loss
 
 
@@ -64,14 +64,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 
 
 def _place(rank: int, mesh: Mesh) -> tuple[int, int]:
-    """This rank's part of the batch, and how many there are."""
+    """Returns the index of this rank's batch shard, and the number of shards."""
     world = torch.distributed.get_world_size()
     weights = 1 if mesh is None else mesh.get("tp", 1)
     return rank // weights, world // weights
 
 
 def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, float]:
-    """The worst difference of an accumulated gradient from the unsharded model's on whole batches."""
+    """Returns each model's largest error of an accumulated gradient against the unsharded model on full batches."""
     worst = {}
     part, parts = _place(rank, options.get("mesh"))
     for name in names:
@@ -133,7 +133,7 @@ def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
 
 
 def _summed(local: Any, *unsummed: str) -> set[str]:
-    """Of which values the backward sums gradients."""
+    """Returns the names of the values for which the backward sums gradients over ranks."""
     nodes = step_graphs(local, unsummed=unsummed).backward.graph.nodes
     ends = [(node, begun(begin).kernel) for node in nodes if (begin := awaited(node)) is not None]
     sums = [node for node, kernel in ends if kernel in ("all_reduce", "reduce_scatter")]
@@ -141,7 +141,7 @@ def _summed(local: Any, *unsummed: str) -> set[str]:
 
 
 def _habits(rank: int, data: str) -> dict[str, bool]:
-    """What people do in another order."""
+    """Tries unusual orders of calls, backwards and steps; returns whether each works or raises as expected."""
     model, batch = _model(p=0.0), _batch(2)
     sharded, own = ts.shard(copy.deepcopy(model), {}, data=data), _own(batch, rank)
     optimizer = torch.optim.SGD(sharded.parameters(), 0.1)
@@ -181,7 +181,7 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
     sharded(*own)[0].backward()
     with sharded.no_sync():
         loss = sharded(*own)[0]
-    loss.backward()  # within it was the forward
+    loss.backward()  # only the forward ran within it
     loss = sharded(*own)[0]
     with sharded.no_sync():
         loss.backward()
@@ -237,7 +237,7 @@ def test_other_orders(data: str) -> None:
 
 
 class Branches(nn.Module):
-    """Calls do not reach the same parameters."""
+    """A model with two branches; each call reaches the parameters of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_later_call_may_reach_other_parameters(rank: int) -> None:
 
 @on_ranks(2)
 def test_under_autocast(rank: int) -> None:
-    """Parts in float32 of what autocast has cast are summed in float32."""
+    """Partial gradients in float32 of parameters that autocast casts are summed in float32."""
     torch.manual_seed(0)
     model, x = Casts(), torch.randn(2, 6, 8)
     sharded, found = ts.shard(copy.deepcopy(model), {}, data="shard"), True

@@ -1,4 +1,4 @@
-"""Local ranks: results in order, the first failing rank's own exception, and no process left behind."""
+"""Tests `launch`: results in rank order, the first failing rank's exception, and no leftover process."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def _again_and_again() -> list[float]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are forks, not spawned: they start in milliseconds, not in the seconds that it takes to import torch.
+    """Starts ranks by a fork server, in milliseconds; spawned ranks take seconds to import torch.
 
-    Only how they start differs; test_results_come_in_the_order_of_the_ranks and test_a_failing_rank_ends_the_others
-    spawn them as users' calls do.
+    Only the start differs: test_results_come_in_the_order_of_the_ranks and test_a_failing_rank_ends_the_others
+    spawn ranks, as users' calls do.
     """
     forks = functools.partial(mp.start_processes, start_method="forkserver")
     monkeypatch.setattr(mp, "spawn", forks)
@@ -125,7 +125,7 @@ ts.distributed.init_process_group()
 
 @pytest.mark.nightly
 def test_a_program_that_ends_without_ending_its_groups() -> None:
-    """Gloo's threads abort, now and then, a process that ends with groups that are still there: these are not."""
+    """Groups are destroyed at exit, because Gloo's threads sometimes abort a process that exits with groups."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     ended = subprocess.run(
         [sys.executable, "-c", ENDS], env=os.environ | place, capture_output=True, text=True, timeout=WAIT_SECONDS

@@ -1,6 +1,7 @@
-"""Laws of layouts for any shape, parts and number of ranks: uneven, in units, ranks that hold nothing; and of words.
+"""Property tests of layouts and shardings.
 
-Words are layouts on meshes of two and three axes: several placements on one dim, partial sums.
+Layouts have any shape, segments and number of ranks: uneven shards, units, empty ranks. Shardings are on meshes of
+two and three axes: several placements on one dim, partial sums.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ parts = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, ma
 
 @st.composite
 def sharded(draw: st.DrawFn) -> tuple[Tensor, Shard]:
-    """A tensor whose elements are all different, and a Shard of it."""
+    """Draws a tensor with distinct elements, and a `Shard` of it."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     segments = draw(st.none() | parts)
@@ -100,7 +101,7 @@ def test_chunk_bounds_are_those_of_torch_chunk(count: int, world: int) -> None:
     bounds = chunk_bounds(count, world)
     ours = [torch.arange(count)[a:b] for a, b in pairwise(bounds)]
     theirs = list(torch.arange(count).chunk(world))
-    theirs += [torch.arange(0)] * (world - len(theirs))  # chunk leaves out the ranks that hold nothing
+    theirs += [torch.arange(0)] * (world - len(theirs))  # chunk omits the ranks with empty shards
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -120,7 +121,7 @@ def test_canonical_is_idempotent(segments: tuple[Part, ...], world: int) -> None
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), worlds)
 def test_two_spellings_of_one_split_are_equal(a: int, b: int, c: int, world: int) -> None:
-    """Of one segment each: the same elements on the same ranks have one canonical spelling."""
+    """Single-segment shards with the same elements on the same ranks have one canonical form."""
     left, right, whole = Shard(0, ((a * b, c),)), Shard(0, ((a, b * c),)), torch.arange(a * b * c)
     same = all(map(torch.equal, pieces(whole, left, world), pieces(whole, right, world)))
     assert same == (canonical(0, left.parts, world) == canonical(0, right.parts, world))
@@ -174,14 +175,14 @@ def test_sizes_of_ranks(shard: Shard, size: int, world: int, held: list[int]) ->
 
 
 def test_a_fused_weight_is_split_in_place() -> None:
-    """Query, key and value rows: each rank holds its rows of all three."""
+    """Each rank gets its rows of query, key and value."""
     fused = torch.tensor([10, 11, 12, 13, 20, 21, 30, 31])
     shard = S(0, ((4, 1), (2, 1), (2, 1)))
     assert [p.tolist() for p in pieces(fused, shard, 2)] == [[10, 11, 20, 30], [12, 13, 21, 31]]
 
 
 def test_batches_of_heads_are_split_by_heads() -> None:
-    """Two batches of three heads in one dim: each rank holds its heads of both."""
+    """Two batches of three heads share one dim: each rank gets its heads of both."""
     merged = torch.tensor([10, 11, 12, 20, 21, 22])
     assert [p.tolist() for p in pieces(merged, S(0, ((3, 1),), repeated=True), 2)] == [[10, 11, 20, 21], [12, 22]]
 
@@ -219,7 +220,7 @@ def test_what_is_a_layout_is_read(text: str) -> None:
     assert str(parse_layout(text)) == text
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- shardings --------------------------------------------------------------------------------------------------------
 
 
 MESHES = [
@@ -230,7 +231,7 @@ MESHES = [
 
 @st.composite
 def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Sharding]:
-    """A mesh, a tensor whose elements are all different, and a sharding for it."""
+    """Draws a mesh, a tensor with distinct elements, and a sharding of it."""
     mesh = draw(st.sampled_from(MESHES))
     heads = draw(st.integers(1, 7))
     shape = [heads * 2, draw(st.integers(0, 9)), draw(st.integers(1, 5))]
@@ -305,7 +306,7 @@ def test_shardings_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, 
 @pytest.mark.parametrize(
     ("a", "b", "same"),
     [
-        (("w", "S(0)", 0, 1, (4,)), ("", "I", 0, 1, (4,)), True),  # what one rank has saved is whole
+        (("w", "S(0)", 0, 1, (4,)), ("", "I", 0, 1, (4,)), True),  # the slice of a single rank is the full tensor
         (("w", "S(0)", 1, 2, (4,)), ("", "data: S(0)", 1, 2, (4,)), True),
         (("w", "S(0)", 1, 2, (4,)), ("", "S(0)", 0, 2, (4,)), False),
         (("w", "S(0)", 1, 2, (4,)), ("", "S(0)", 1, 2, (5,)), False),
@@ -314,7 +315,7 @@ def test_shardings_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, 
             ("w", "model: S(0) . data: S(0)", (1, 0), (2, 2), (4,)),
             ("", "S(0)", 2, 4, (4,)),
             False,
-        ),  # the same rows, cut otherwise
+        ),  # the same rows, cut differently
         (("w", "S(0) of", "1", 2, (4,)), ("", "S(0)", 1, 2, (4,)), False),
         (("w",), ("", "S(0)", 1, 2, (4,)), False),
     ],
@@ -343,7 +344,7 @@ def test_the_order_of_placements_counts_on_one_dim_alone(
 
 @given(held())
 def test_the_last_placement_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Mesh, Tensor, Sharding]) -> None:
-    """A conversion changes one placement: the ranks of its axis join what they hold, and no other rank takes part."""
+    """Converting one placement only involves the ranks along its axis, which join their shards."""
     mesh, tensor, of = made
     if not of:
         return

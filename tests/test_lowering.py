@@ -1,4 +1,4 @@
-"""Passes that replace ops by others: `direct`, `decompose` and `lower` compute the same."""
+"""The passes `direct`, `decompose` and `lower` replace ops and keep the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchshard.testing import run_ranks
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.uint8, torch.bool)
 PARTS = 10
-"""The database is compared in as many tests."""
+"""Number of tests that share the database."""
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "shift": (aten.__rshift__.Scalar, (torch.tensor([[200, 7], [9, 255]], dtype=torch.uint8), 4)),
     "and": (aten.__and__.Scalar, (torch.tensor([200, 7]), 15)),
@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def _both(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
-    """What a function's graph computes, and the graph after its last pass."""
+    """Returns the results of a function's graph, before and after the pass `direct`."""
     graph = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*(t.clone() for t in tensors))
     found = []
     for module in (graph, direct(graph)):
@@ -58,7 +58,7 @@ def _both(function: Callable[..., Any], tensors: Sequence[Tensor]) -> tuple[Any,
 
 
 def _of_tensors(function: Callable[..., Any], call: Any) -> tuple[Callable[..., Any], list[Tensor]]:
-    """A call as a function of its tensors, and these."""
+    """Returns a call as a function of its tensors, and the tensors."""
     leaves, spec = pytree.tree_flatten(call)
 
     def of_tensors(*tensors: Tensor) -> list[Tensor]:
@@ -78,7 +78,7 @@ def test_a_function_computes_what_its_op_computes(name: str) -> None:
 
 
 class Packed(nn.Module):
-    """Weights of four bits, two in a byte."""
+    """A model with weights of four bits, two per byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def _has_constants(graph: fx.GraphModule) -> bool:
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_pytorchs_operators(part: int) -> None:
-    """Each op of PyTorch's database, with numbers of each kind."""
+    """Compares each op of PyTorch's database, in five dtypes."""
     compared, wrong = 0, []
     for op in operators(part, PARTS):
         for sample in itertools.chain(*(calls(op, dtype, 4, 3) for dtype in DTYPES)):
@@ -118,7 +118,7 @@ def test_pytorchs_operators(part: int) -> None:
                 graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=True)(*(t.clone() for t in tensors))
                 torch.manual_seed(0)
                 expected = graph(*(t.clone() for t in tensors))
-            except Exception:  # not an op that a graph can hold, for these arguments
+            except Exception:  # can't be traced with these arguments
                 continue
             if _has_constants(graph):
                 continue
@@ -163,7 +163,7 @@ def test_listing() -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
 def test_no_dynamic_size_is_decided(body: Callable[[Tensor], Tensor]) -> None:
-    """What PyTorch does for these sizes need not be what it does for others."""
+    """Decompositions don't specialise on sizes: PyTorch may take a different branch for other sizes."""
     graph = capture(_Body(body), (torch.randn(4, 6),)).graph
     sizes = fake_mode(graph.graph).shape_env
     before = len(sizes.guards), dict(sizes.replacements)
@@ -185,7 +185,7 @@ def test_what_depends_on_a_dynamic_size_stays(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_draws_random_numbers_stays() -> None:
-    """Its pieces would draw theirs in another order."""
+    """The decomposed ops would draw random numbers in a different order."""
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Meshes that are refused, and what plans of meshes cost."""
+"""Tests of rejected meshes, and of the costs of mesh plans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchshard.testing import (
     listing,
 )
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- rejected meshes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     told, of_one = (ts.explain(each).partition("\nmodule ")[2] for each in (plan, alone))
     told, _, over_dp = told.partition("\n\nover dp, 2 parts of the batch (replicate): ")
     assert " ".join(told.split()).replace("step, over tp;", "step;") == " ".join(of_one.split())
-    assert "without it:" in told and over_dp  # for one part of the batch, too
+    assert "without it:" in told and over_dp  # a mesh plan gives costs of alternatives, too
     report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
     assert report.ok and report.world_size == 4
     of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
@@ -80,7 +80,7 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Any) -> None:
     assert plan.parameter_bytes()[1] == batch.costs.memory["parameters"] and str(plan).startswith(
         "plan for 2 × 2 ranks"
     )
-    # all-reduces of gradients, or gathers of weights (again in backward) and sums of slices, are what is sent
+    # The ranks send all-reduces of gradients, or gathers of weights (again in backward) and reduce-scatters.
     kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
     assert ("reduce_scatter" in kinds) is (data == "shard")
     assert ts.Plan.from_json(plan.to_json()).axes[0] == batch
@@ -88,7 +88,7 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Any) -> None:
 
 @pytest.mark.nightly
 def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
-    """What was learnt meanwhile of its sizes, that they are a number of parts, changes nothing."""
+    """Localizing adds facts about sizes (multiples of the number of shards), which don't change the plan."""
     made = _planned("shard", PLAN)
     before = made.program.priced(with_memory=False)
     local = [made.program.local_graph_of(number) for number in range(4)]
@@ -100,7 +100,7 @@ def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
 
 @pytest.mark.nightly
 def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
-    """The backward of the one keeps it, for there it is an argument, which can't be gathered again."""
+    """One segment's backward keeps the table: it is an argument there, and can't be gathered again."""
     config = transformers.GPT2Config(
         n_embd=240, n_layer=1, n_head=6, vocab_size=501, n_positions=64, bos_token_id=0, eos_token_id=0
     )
@@ -125,7 +125,7 @@ def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
 @nightly("shard_grad_op")
 @pytest.mark.parametrize("data", [pytest.param("shard", marks=pytest.mark.nightly), "shard_grad_op", "replicate"])
 def test_a_limit_of_memory_counts_what_all_axes_divide(data: Any) -> None:
-    """The axis of the weights is planned first, and its plan has to fit with slices that later axes make."""
+    """The weights' axis is planned first; its memory limit counts the sharding over later axes."""
     config = transformers.LlamaConfig(
         hidden_size=128,
         intermediate_size=256,
@@ -144,7 +144,7 @@ def test_a_limit_of_memory_counts_what_all_axes_divide(data: Any) -> None:
         assert abs(first[kind] / made[kind] - 1) < 1e-3, (kind, first, made)
     assert abs(first["peak"] / made["peak"] - 1) < 0.1, (first, made)
     if data == "shard":
-        limit = 1.9 * sum(p.numel() * p.itemsize for p in model.parameters())  # of weights, gradients and moments
+        limit = 1.9 * sum(p.numel() * p.itemsize for p in model.parameters())  # two ranks need 2.0 times
         with pytest.raises(ts.PlanError, match="no plan for 2 ranks fits"):
             ts.plan(model, {}, world_size=2, memory=limit, **call)
         assert ts.plan(model, {}, mesh=mesh, data=data, memory=limit, **call).costs.memory["peak"] <= limit

@@ -1,4 +1,4 @@
-"""Meshes on real ranks: training is that on the whole batch, and ranks that differ are told."""
+"""Meshes on real ranks: training matches the full batch, and ranks that diverge raise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchshard.testing import (
 
 @pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
 def test_sums_that_the_backward_waits_for_are_hidden_behind_products(data: Any) -> None:
-    """Those of values' gradients, over the weights' axis: weights' gradients are computed meanwhile, and sent after."""
+    """All-reduces of activation gradients overlap with matmuls of weight gradients, whose sums are sent later."""
     blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
     mesh = {"fsdp": 2, "dp": 2, "tp": 2} if data is HYBRID else MESHES[0]
     x = torch.randn(4, 8, requires_grad=True)
@@ -51,7 +51,7 @@ def test_sums_that_the_backward_waits_for_are_hidden_behind_products(data: Any) 
 
 
 def _trained(rank: int, mesh: dict[str, int], data: Any, kinds: tuple[str, ...], folder: str) -> dict[str, float]:
-    """The worst differences of parameters after steps of AdamW, on whole batches and on parts of them."""
+    """Returns the largest differences from unsharded training, and after copying, saving and loading."""
     dp = math.prod(mesh[axis] for axis in data)
     tp = math.prod(mesh.values()) // dp
     worst, part = {}, rank // tp
@@ -73,7 +73,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Any, kinds: tuple[str, ...],
     batch = _batch(dp, 12)
 
     def stepped(model: ts.ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """The parameters after another step, of the same mask of dropout."""
+        """Returns the parameters after another step with a fixed dropout mask."""
         torch.manual_seed(4)
         model(*_own(batch, part))[0].backward()
         optimizer.step()
@@ -97,9 +97,9 @@ def _trained(rank: int, mesh: dict[str, int], data: Any, kinds: tuple[str, ...],
 
 
 def _clipped(rank: int, data: Any) -> list[float]:
-    """Norms of the whole gradient by ts and by PyTorch, of slices over either axis and over both; and the expected.
+    """Returns gradient norms by PyTorch and by ts, of slices over either axis and over both, and the expected norms.
 
-    Beside the model of two axes is one without the axis of the batch, whose parameters come first or last.
+    A second model has no batch axis; its parameters come first or last.
     """
     model, batch, x = _model(p=0.0), _batch(2), torch.randn(3, 6, dtype=torch.float64)
     other, own = nn.Linear(6, 4).double(), _own(batch, rank // 2)
@@ -130,11 +130,11 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Any) -> None:
 
 
 def _beside(rank: int) -> dict[str, Any]:
-    """Two models on two meshes of as many ranks; and one without a mesh, after the groups were made for another."""
+    """Uses two models on different meshes of the same ranks, and meshes that must be refused."""
     own, found = _own(_batch(4), rank), dict[str, Any]()
     expected = _model(p=0.0)
     for wrong, told in (({"dp": 3, "tp": 2}, "3 x 2 has 6 ranks"), ({"dp": 2, "tp": 2}, "group_size=2"), (None, "=-1")):
-        mesh: dict[str, int] | None = wrong if rank == 2 else {"dp": 4, "tp": 1}  # before there are groups
+        mesh: dict[str, int] | None = wrong if rank == 2 else {"dp": 4, "tp": 1}  # before groups exist
         found[f"{wrong} on one rank"] = refused(lambda m=mesh: ts.shard(_model(p=0.0), {}, own, mesh=m), told)
         found[f"{wrong} leaves nothing"] = not tsd.is_initialized()
     models = [
@@ -166,7 +166,7 @@ def test_models_on_other_meshes_of_the_same_ranks() -> None:
 
 
 def _of_one(rank: int) -> dict[str, Any]:
-    """A mesh whose second axis has one rank, beside a world of one axis."""
+    """Compares a mesh with a second axis of one rank with a mesh of one axis."""
     model, own, found = _model(p=0.0), _own(_batch(2), rank), dict[str, Any]()
     expected = copy.deepcopy(model)
     expected(*_batch(2))[0].backward()
@@ -195,7 +195,7 @@ def test_an_axis_of_one_rank() -> None:
 
 
 def _read(rank: int, folder: str) -> dict[str, Any]:
-    """A model of a folder on a mesh: its values, the bytes that were read, a step, and the folder that it writes."""
+    """Loads a folder onto a mesh, trains a step and saves; returns the errors and the bytes read."""
     part, ids = rank // 2, torch.arange(64).reshape(4, 16) % 50
     call = {"input_ids": ids.chunk(2)[part], "use_cache": False}
     expected: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).double()
@@ -216,7 +216,7 @@ def _read(rank: int, folder: str) -> dict[str, Any]:
     torch.distributed.checkpoint.load(loaded, checkpoint_id=f"{folder} by DCP")
     found["by DCP"] = _worst(loaded["model"], expected.state_dict())
     held, all_ = (sum(p.numel() for p in model.parameters()) for model in (sharded, expected))
-    return found | {"bytes": sharded.weights.read.bytes_read / held / 4, "share": held / all_}  # of files in float32
+    return found | {"bytes": sharded.weights.read.bytes_read / held / 4, "share": held / all_}  # the files are float32
 
 
 @pytest.mark.nightly
@@ -261,7 +261,7 @@ def test_training_is_that_on_the_whole_batch(
 
 
 def _wrong(rank: int, way: Any) -> dict[str, bool]:
-    """What each rank is told where one does something else; the mesh is PyTorch's."""
+    """Returns whether every rank raises if one diverges, on PyTorch's `DeviceMesh`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, model, batch = mesh.get_local_rank("dp"), _model(p=0.0), _batch(2)
     own = _own(batch, data)
@@ -269,10 +269,10 @@ def _wrong(rank: int, way: Any) -> dict[str, bool]:
     assert (tsd.get_group_size(), tsd.get_data_parallel_rank()) == (2, data)
     by_rank = tuple(t[rank : rank + 2] for t in batch)
     found = {}
-    for turn in range(2):  # before the graphs of the backward, and with them
+    for turn in range(2):  # without step graphs, and with them
         sharded(*own)[0].backward()
         told = {
-            # the commonest mistake: each rank another part, as a sampler for all ranks gives it
+            # the most common mistake: each rank has a different shard, from a sampler over all ranks
             "parts within a group": refused_input(lambda: sharded(*by_rank), "called with "),
             "sizes of parts": refused_input(lambda: sharded(*(t[: PART - data] for t in own)), "different arguments"),
             "no part on one rank": refused_input(
@@ -280,7 +280,7 @@ def _wrong(rank: int, way: Any) -> dict[str, bool]:
             ),
         }
         found |= {f"{name}, turn {turn}": each for name, each in told.items()}
-    loss = sharded(*own)[0] * (1 + data)  # another loss on each part
+    loss = sharded(*own)[0] * (1 + data)  # a different loss for each shard
     loss.backward()
     found["losses that differ"] = refused(lambda: sharded(*own), "the ranks' losses differ", ts.DistributedError)
     over_data = tsd.get_data_parallel_group()

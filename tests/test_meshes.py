@@ -1,4 +1,4 @@
-"""Meshes: the ranks divide the weights over one axis, the batch over the others; steps are the unsharded model's."""
+"""Meshes split the weights over one axis and the batch over the others; steps match the unsharded model's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchshard.testing import (
 
 MESHES = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}]
 HYBRID = {"dp": "replicate", "fsdp": "shard"}
-"""Slices of weights over one axis, held alike over another (HSDP)."""
+"""Weights sliced over one axis, replicated over another (HSDP)."""
 
 
 def _cases() -> Iterator[Any]:
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data
 
 
 class Pieces(nn.Module):
-    """In a graph `split` has as many pieces as the batch gave it: the batch is one number, known to each axis of it."""
+    """A model with `split`: the number of pieces fixes the batch size of the graph, for each axis of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_a_batch_of_one_size_alone_is_divided_over_two_axes() -> None:
 
 
 class Fixed(nn.Module):
-    """Has a row for each sample of the whole batch."""
+    """A model with a buffer that has one row per sample of the full batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def test_of_a_batch_that_forward_fixes_a_rank_has_its_part(rank: int) -> None:
 
 
 class Positions(nn.Module):
-    """The first dim of the positions is the sequence, of which the ranks of the one axis may have a part."""
+    """A model with positions: their first dim is the sequence, which only the weights' axis may split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_a_length_that_one_axis_divides_is_not_split_over_the_other(mesh: dict[s
 
 
 class Uneven(nn.Module):
-    """Three heads over two ranks: after a mean over the batch each rank would choose another layout for its own."""
+    """Three heads over two ranks: planned separately, the ranks would choose different layouts after the mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_ranks_with_slices_of_other_sizes_divide_the_batch_in_one_way(data: Any)
 
 
 class Bank(nn.Module):
-    """Of rows beside the batch it is known that the ranks of the batch divide them, and nothing about the others."""
+    """A second input with its own rows, which are only known to be divisible along the batch axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
 
 
 def _planned(data: Any, plan: Any) -> PlannedCall:
-    """For two ranks along each axis."""
+    """Plans a call on a mesh with two ranks along each axis."""
     by_name = data if isinstance(data, dict) else {"dp": data}
     call = capture(_model(p=0.0), _batch(2 ** len(by_name)))
     return call.plan(plan, mesh=dict.fromkeys((*by_name, "tp"), 2), data=by_name)
@@ -180,7 +180,7 @@ PLAN = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", 
 def test_what_a_rank_holds_is_a_word() -> None:
     made = _planned("shard", PLAN)
     words = made.shardings
-    assert words["blocks.0.q.weight"] == "model: S(0) . data: S(0)"  # of its rows of the weight a slice
+    assert words["blocks.0.q.weight"] == "model: S(0) . data: S(0)"  # a slice of this rank's rows
     assert words["blocks.0.o.weight"] == "data: S(0) . model: S(1)"
     assert words["blocks.0.q.bias"] == "model: S(0)" and words["blocks.0.n1.weight"] == "I"
     assert words["ids"] == "data: S(0)"
@@ -195,14 +195,14 @@ def test_slices_over_one_axis_are_held_alike_over_another() -> None:
     assert words["ids"] == "data1: S(0) . data2: S(0)"
     (graph, *_) = made.rank_graphs()
     (weight,) = graph.graph.find_nodes(op="placeholder", target="blocks_0_q_weight")
-    (copied,) = weight.users  # so that the sum over dp is of a slice, not of the whole
+    (copied,) = weight.users  # so the sum over dp is of a slice, not of the full weight
     (gathered,) = copied.users
     assert (str(copied.target), str(gathered.target)) == ("torchshard.copy.default", "torchshard.all_gather.default")
     assert gathered.meta["gathered_again"]
 
 
 def test_a_plan_says_what_is_sent_of_slices() -> None:
-    """Over dp slices of gradients are summed, as many bytes as the graph of a rank has."""
+    """The planned bytes of gradient sums over dp equal those in a rank's graph."""
     made = _planned(HYBRID, PLAN)
     (over_dp, _) = made.program.priced(with_memory=False).across
     told = {c.value: c.backward.nbytes for c in over_dp.costs.collectives if c.name == "copy"}
@@ -212,12 +212,12 @@ def test_a_plan_says_what_is_sent_of_slices() -> None:
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.torchshard.copy.default):
         if "/data1" in str(node.args[-1]):
             summed = node.args[0].meta["val"]
-            sent[node.args[0].name] = 2 * (2 - 1) / 2 * summed.numel() * summed.itemsize  # by a ring of two
+            sent[node.args[0].name] = 2 * (2 - 1) / 2 * summed.numel() * summed.itemsize  # a ring of two
     assert told == sent and told["blocks_0_q_weight"] == 4 * 16 * 8
 
 
 class LossOfTokens(nn.Module):
-    """Labels are as many as tokens in all, of which PyTorch knows no more than that."""
+    """A model with flat labels: PyTorch only knows that their number equals the number of tokens."""
 
     def __init__(self, smoothing: float = 0.0) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: flo
 
 
 class TargetsInside(LossOfTokens):
-    """Which are a buffer, of as many as the tokens of the whole batch: only their product with the length is known."""
+    """A model with labels in a buffer, which only fixes the product of batch size and length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_targets_of_the_whole_batch_in_a_buffer(mesh: dict[str, int]) -> None:
 
 
 class Sine(nn.Module):
-    """Between a split layer and the next."""
+    """A sine between two split layers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sin()
@@ -284,7 +284,7 @@ def test_operators_of_a_replacement_have_rules_over_the_next_axis() -> None:
 
 
 def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
-    """Each draws the mask of the whole batch; of what the first axis makes of that the second one takes its part."""
+    """Every rank draws the full batch's mask, and each batch axis in turn slices it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
     mesh = {"dp": 2, "hosts": 2}
     plan = ts.plan(model, mesh=mesh, data=dict.fromkeys(mesh, "replicate"), example_inputs=(torch.ones(8, 8).double(),))
@@ -296,7 +296,7 @@ def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
 def test_a_missing_sum_over_any_axis_is_seen(data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a `copy` all results are exact, and some gradients are those of a part alone."""
+    """Without a `copy`, results stay exact, and some gradients miss the terms of other ranks."""
     made = _planned(data, PLAN)
     assert made.check().ok
     lockstep = sys.modules["torchshard.checking.lockstep"]
@@ -321,7 +321,7 @@ def test_a_missing_sum_over_any_axis_is_seen(data: Any, monkeypatch: pytest.Monk
 
 @pytest.mark.nightly
 def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
-    made = _planned("replicate", PLAN | {"blocks.*.n?": "sequence"})  # norms' gradients are summed over both
+    made = _planned("replicate", PLAN | {"blocks.*.n?": "sequence"})  # norm gradients are summed over both
     (graph, *_) = made.rank_graphs()
     backward = step_graphs(graph).backward
     groups = {str(n.args[-1]).rpartition("/")[2] for n in backward.graph.nodes if begun(n)}

@@ -1,4 +1,4 @@
-"""Outputs, input gradients and every parameter gradient of ordinary models, at 1 to 4 ranks, in float64."""
+"""Tests outputs, input gradients and all parameter gradients of ordinary models on 1 to 4 ranks, in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.models import CASES
 from torchshard.testing import Shard
 
 QUICK = ["mlp_uneven", "attention_7_heads", "gqa_1_kv_head", "fused_by_split", "gpt", "conv", "writes"]
-"""The models that `make quick` runs, on three ranks."""
+"""Models that `make quick` runs on three ranks."""
 
 
 def _on_ranks(name: str, world_size: int) -> Any:
@@ -77,13 +77,13 @@ def test_parity(name: str, world_size: int) -> None:
 )
 @pytest.mark.parametrize("name", CASES)
 def test_auto_is_exact(name: str) -> None:
-    """Outputs and every gradient, without a word of annotation; on 3 ranks, which no size here divides by."""
+    """Checks outputs and all gradients without annotations, on 3 ranks, where shards are uneven."""
     report = checked(captured_case(name), "auto", 3)
     assert report.ok, str(report)
 
 
 def test_ts_check_captures_by_itself() -> None:
-    """`ts.check`, which the tests above take apart in order to capture once, gives the same report."""
+    """`ts.check` gives the report that the tests above compute in steps, in order to capture once."""
     case = CASES["fused_by_view"]
     torch.manual_seed(0)
     model, inputs = case.build(), case.inputs()
@@ -100,7 +100,7 @@ def test_more_ranks_than_there_is_to_split() -> None:
 
 
 class _Auxiliary(nn.Module):
-    """A layer that runs in training alone, and one that never does."""
+    """A model with a layer that runs only in training, and one that never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_weight_that_the_parent_uses() -> None:
 
 
 def test_a_running_mean_that_is_zero_on_paper_is_no_difference() -> None:
-    """What a norm gives has mean zero, and so has a convolution of it: the next norm's running mean is noise."""
+    """A norm's result and its convolution have mean zero, so the next norm's running mean is noise."""
     norms = nn.BatchNorm2d(6), nn.Conv2d(6, 10, 1, bias=False), nn.BatchNorm2d(10)
     model = nn.Sequential(nn.Conv2d(3, 6, 1), *norms)
     report = ts.check(model, {"1": "replicate", "2": "column"}, world_size=2, example_inputs=(torch.randn(2, 3, 1, 1),))

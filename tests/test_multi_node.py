@@ -1,4 +1,4 @@
-"""Two hosts, as two network namespaces joined by a cable: a rank on each, started as docs/multi_node.md says."""
+"""Runs a rank on each of two hosts (network namespaces joined by a cable), as in docs/multi_node.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SECONDS = 240
 
 
 def _missing() -> str:
-    """Why there can be no namespaces here, if so."""
+    """Returns why namespaces can't be created here; '' if they can."""
     tools = [tool for tool in ("unshare", "ip", "mount") if shutil.which(tool) is None]
     if tools:
         return f"there is no {tools[0]} here"
@@ -68,7 +68,7 @@ def test_two_hosts() -> None:
 
 @on_ranks(4)
 def test_data_parallel_across_model_parallel_groups(rank: int) -> None:
-    """The largest error of a gradient: two groups of two, each with half of the batch."""
+    """Two groups of two ranks, each with half of the batch, give the unsharded model's gradients."""
     tsd.init_process_group(group_size=2)
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 4), nn.LayerNorm(4)).double()

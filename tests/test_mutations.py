@@ -1,4 +1,4 @@
-"""The comparison would fail: collectives dropped or changed, slices taken wrongly: verify or the check sees each."""
+"""`verify` or the check detects collectives that are dropped or changed, and wrong slices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 SPLITTING = Machine("test", 40e9, 8e9, 0.8e9, 8e-5, 1.5e-4)
-"""One on which these models, of a few numbers each, have a collective of each kind that is left out or changed."""
+"""A machine on which plans of these tiny models have a collective of each kind that the tests change."""
 
 
 def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Any, Program, tuple[Any, ...]]:
@@ -64,7 +64,7 @@ def _named(graph: fx.GraphModule, name: str) -> fx.Node:
 
 
 def _caught(model: Any, made: Program, graph: fx.GraphModule, inputs: tuple[Any, ...]) -> str:
-    """How a tampered graph is seen: 'verify', 'check', 'crash', or '' if it is not."""
+    """Returns the detector of a tampered graph: 'verify', 'check', 'both', 'crash', or '' if it goes undetected."""
     try:
         verify(graph, "inserted", after="a mutation")
     except InternalError:
@@ -103,7 +103,7 @@ def test_every_dropped_collective_is_caught(name: str, dtype: torch.dtype) -> No
 
 
 def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autograd nothing differs: `ts.check` runs also the graphs that training runs."""
+    """The fault is only in the graphs that training runs, so `ts.check` has to run them too."""
 
     def doubled(graph: fx.GraphModule, **options: Any) -> Partition:
         parts = step_graphs(graph, **options)
@@ -137,7 +137,7 @@ def _with_doubled_result(graph: fx.GraphModule) -> None:
 
 
 def _in_place(run: Any) -> Any:
-    """The same pass, which leaves another result."""
+    """Wraps an in-place pass: doubles the graph's first result."""
 
     def wrong(graph: fx.GraphModule, *args: Any) -> Any:
         made = run(graph, *args)
@@ -148,7 +148,7 @@ def _in_place(run: Any) -> Any:
 
 
 def _returning(run: Any) -> Any:
-    """The same, for a pass that returns a graph, or several."""
+    """Wraps a pass that returns one graph or several: doubles a first result."""
 
     def wrong(*args: Any) -> Any:
         made = run(*args)
@@ -160,7 +160,7 @@ def _returning(run: Any) -> Any:
 
 
 def _wrong_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each relu becomes a sigmoid in the last pass."""
+    """Replaces each relu by a sigmoid in the last pass."""
     module = importlib.import_module("torchshard.passes.direct")
     found, relu = module.function_of, torch.ops.aten.relu.default
     monkeypatch.setattr(module, "chosen", {})
@@ -181,7 +181,7 @@ FAULTS: dict[str, Any] = {
     "under autograd": lambda m: m.setattr(steps, "with_direct_collectives", _returning(steps.with_direct_collectives)),
     "widen": lambda m: m.setattr(passes, "widen", _in_place(passes.widen)),
 }
-"""What is done to a rank's graph before it runs -> puts a fault there."""
+"""Step between a rank's graph and its run -> function that puts a fault there."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -194,7 +194,7 @@ def test_a_fault_in_what_real_ranks_run_is_caught(name: str, monkeypatch: pytest
 
 
 def _with_sums(graph: fx.GraphModule, given: Any = None, *, kept: Any = (), **_: Any) -> Partition:
-    """The graphs of a call within `no_sync()`, with the sums that come later behind the backward."""
+    """Returns the graphs of a call within `no_sync()`, with the later sums appended to the backward."""
     groups = {str(node.args[-1]) for node in graph.graph.nodes if node.target in OPS}
     parts = step_graphs(graph, given, unsummed=groups, kept=kept)
     backward = parts.backward.graph
@@ -221,7 +221,7 @@ LATER: dict[str, Any] = {
     "a sum is left out": lambda found: [(value, calls[:-1]) for value, calls in found],
     "a sum is made twice": lambda found: [(value, calls + calls[-1:]) for value, calls in found],
 }
-"""A fault -> what it makes of the parts of a gradient."""
+"""Fault -> function that changes the parts of a gradient."""
 
 
 @pytest.mark.parametrize("fault", LATER)
@@ -260,7 +260,7 @@ def test_a_dropped_copy_leaves_outputs_exact_and_is_named() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gradient_that_is_zero_on_paper_may_be_the_rounding_of_its_large_terms(dtype: torch.dtype) -> None:
-    """A bias before a batch norm: with few rows the gradients that are summed are far larger than any sum."""
+    """With a bias before a batch norm and few rows, the summed gradients are far larger than any sum."""
     torch.manual_seed(3)
     blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
     model, x = nn.Sequential(*blocks, nn.BatchNorm1d(64)).to(dtype), torch.randn(4, 64).to(dtype)
@@ -292,7 +292,7 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
 
 
 class _Chooses(nn.Module):
-    """Takes the largest of its values by comparing with it, which rounding must not undo."""
+    """A model that selects its largest values by comparison, which rounding must not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class _Chooses(nn.Module):
 @nightly("torch.bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
-    """The gradient of a key bias is noise alone, that of a value bias is not; a choice stays a choice."""
+    """A key bias's gradient is only noise, and a value bias's is not; a selection by comparison adds no noise."""
     model, made, inputs = _made("attention", dtype=dtype)
     trial = Trial(model, made.captured, flatten_call(model, inputs, {}), rng_states(()))
     expected, noise = trial.unsharded(), trial.noise(("",))
@@ -323,7 +323,7 @@ def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
 
 
 def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
-    """On real ranks the others would wait for it."""
+    """A backward that misses a collective on one rank raises; real ranks would wait for it."""
     model, made, inputs = _made("attention")
     trial = Trial(model, made.captured, flatten_call(model, inputs, {}), rng_states(()))
     graphs = rank_graphs(made.graph, MeshAxis(2))
@@ -350,7 +350,7 @@ def test_copy_and_reduce_swapped() -> None:
 
 @pytest.mark.parametrize("name", ["fused_by_split", "fused_by_view", "fused_gqa"])
 def test_a_fused_weight_cut_across_its_blocks(name: str) -> None:
-    """The classic: shapes are right, values are scrambled."""
+    """The classic mistake: shapes are right, values are scrambled."""
     model, made, inputs = _made(name)
     weight = "qkv.weight"
     layout = made.plan.parameters[weight]

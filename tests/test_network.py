@@ -1,4 +1,4 @@
-"""The network of costs as a graph: parts, orders of elimination, the axes of weights, and files of it."""
+"""Tests of the cost network: components, elimination orders, weight factors and files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from torchshard.planner.states import PlannedOps
 from torchshard.report.network import network_of, plain
 from torchshard.testing import capture
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+# --- components -------------------------------------------------------------------------------------------------------
 
 
 def _drawn(seed: int) -> Network:
-    """Up to seven decisions, some with one state, and few edges, so that most networks have several parts."""
+    """Draws up to seven decisions, some with one state, and few edges, so most networks have several components."""
     rng, graph = np.random.default_rng(seed), fx.Graph()
     network = Network(Folded([], [], {}))
     names, sizes = [], [int(rng.integers(1, 4)) for _ in range(int(rng.integers(2, 8)))]
@@ -50,7 +50,7 @@ def _drawn(seed: int) -> Network:
 
 
 def _dense(network: Network) -> tuple[Any, Any]:
-    """Seconds and bytes of all states together."""
+    """Returns the seconds and bytes of all joint states."""
     names, sizes = list(network.graph), list(network.sizes.values())
     totals = np.zeros(sizes), np.zeros(sizes)
     for factor in network.factors:
@@ -64,7 +64,7 @@ def _dense(network: Network) -> tuple[Any, Any]:
 
 @given(st.integers(0, 10**6))
 def test_parts_that_are_solved_apart_are_together_the_best(seed: int) -> None:
-    """At any price of a byte; and within a budget of bytes that the parts share, as near as the gap says."""
+    """Parts solved separately are optimal together, at any price of a byte, or up to the gap in a shared budget."""
     network = _drawn(seed)
     seconds, nbytes = _dense(network)
     solver = Solver(network)
@@ -104,7 +104,7 @@ def test_costs_of_the_same_two_decisions_are_one_table() -> None:
     assert np.array_equal(network.graph.nodes[a]["seconds"], [5.0, 6.0])
 
 
-# --- orders of elimination -------------------------------------------------------------------------------------------
+# --- elimination orders -----------------------------------------------------------------------------------------------
 
 
 def _scopes(seed: int) -> tuple[dict[str, int], list[tuple[str, ...]], list[Any], tuple[str, ...]]:
@@ -133,7 +133,7 @@ def test_orders_that_compete_find_the_same_optimum_and_the_cheapest_wins(seed: i
 
 @given(st.integers(0, 10**6))
 def test_an_order_without_a_table_that_is_too_large_goes_before_one_with(seed: int) -> None:
-    """And what is exact then is the optimum; what is not stays a bound."""
+    """An exact result is the optimum; an inexact one is a lower bound."""
     sizes, scopes, tables, _ = _scopes(seed)
     best = Elimination(sizes, scopes).run(tables).table
     ours = Elimination(sizes, scopes, limit=20)
@@ -153,12 +153,15 @@ def test_an_order_of_networkx_eliminates_all_but_what_is_kept(heuristic: Any, se
     assert sorted(decomposed_order(heuristic, near, keep)) == sorted(set(near).difference(keep))
 
 
-# --- axes of weights -------------------------------------------------------------------------------------------------
+# --- weight factors ---------------------------------------------------------------------------------------------------
 
 
 def _spread_until_nothing_is_new(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
-    """The definition: the dims that weights bring are marked; an op with a marked dim has its axes, and those that are
-    split with them, and marks all dims that have one of these."""
+    """Finds the factors of weights by their definition, as a fixed point.
+
+    Dims that weights bring are marked. An op with a marked dim gets its factors, and those split together with them,
+    and marks all dims that contain one of these factors.
+    """
     computed = set[fx.Node]()
     marked, axes = set[tuple[fx.Node, int]](), {op.node: set[str]() for op in ops}
     for op in ops:

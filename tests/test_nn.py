@@ -1,7 +1,4 @@
-"""Split functions and modules beside PyTorch's own: values, and the gradients of inputs and of every parameter.
-
-And eight things that the first torchshard got wrong, each by name.
-"""
+"""Parallel functions match PyTorch's: values, and the gradients of inputs and parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ Claim = tuple[str, bool]
 
 
 def own(whole: Tensor, dim: int | None) -> Tensor:
-    """This rank's slice, as a parameter of its own."""
+    """Returns this rank's slice as a separate leaf tensor."""
     held = whole if dim is None else split(whole, Shard(dim % whole.ndim), tsd.get_rank(), tsd.get_group_size())
     return held.detach().clone().requires_grad_(whole.requires_grad)
 
@@ -49,7 +46,7 @@ def compared(
     dims: list[int | None],
     result_dim: int | None = None,
 ) -> Iterator[Claim]:
-    """The function of whole tensors beside the split one of slices along `dims`."""
+    """Compares a function of full tensors with the parallel one of slices along `dims`."""
     expected = whole(*tensors)
     slices = [own(t, d) for t, d in zip(tensors, dims, strict=True)]
     got = mine(*slices)
@@ -137,7 +134,7 @@ def test_functions(world: int, group_size: int) -> None:
 
 
 def _without_copies(rank: int) -> list[str]:
-    """What fails where an input's copy is left out: the gradients alone."""
+    """Returns the claims that fail without the input's copy: only gradients."""
     tsd.init_process_group()
     torch.manual_seed(0)
     whole = sys.modules["torchshard.nn.one_op"].plan_conversion

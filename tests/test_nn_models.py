@@ -1,4 +1,4 @@
-"""Models of split modules, and eight things that the first torchshard got wrong, each by name."""
+"""Models of parallel modules, and tests of bugs in the first torchshard."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Oddity(nn.Linear):
 
 
 def _norms(rank: int) -> dict[str, bool]:
-    """Norms where some ranks hold empty slices, of every dtype, and of gradients whose squares overflow in it."""
+    """Compares norms with empty slices, in every dtype, and of gradients that overflow when squared."""
     tsd.init_process_group()
     found: dict[str, bool] = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -128,7 +128,7 @@ def test_norms_of_empty_slices_and_of_large_gradients() -> None:
 
 
 def _moved(rank: int) -> dict[str, bool]:
-    """For another type of device PyTorch makes new parameters."""
+    """A move to a different device type replaces parameters, which must stay sharded."""
     tsd.init_process_group()
     with torch.device("meta"):
         layer = ts.nn.ParallelLinear(6, 4, style="column")
@@ -146,7 +146,7 @@ def test_parameters_stay_sharded_on_another_device() -> None:
 
 
 def _made_before(rank: int) -> bool:
-    """A module made alone does not take its whole weight for a slice later on."""
+    """A module built before the group raises instead of using its full weight as a slice."""
     layer = ts.nn.ParallelLinear(6, 8, style="column", gather_output=True)
     tsd.init_process_group()
     try:
@@ -161,7 +161,7 @@ def test_a_module_made_before_the_group_is_refused() -> None:
 
 
 def _autocast(rank: int) -> list[str]:
-    """Dtypes and values under autocast, and of targets in all dtypes that PyTorch takes."""
+    """Compares dtypes and values under autocast, and targets in all dtypes that PyTorch accepts."""
     tsd.init_process_group()
     torch.manual_seed(0)
     x, w, b = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
@@ -189,7 +189,7 @@ def test_autocast() -> None:
 
 
 def _initial(rank: int) -> dict[str, Any]:
-    """Modules made on each rank by itself, whose random streams differ."""
+    """Builds modules on ranks with different random seeds."""
     tsd.init_process_group()
     torch.manual_seed(7)
     expected = nn.Linear(5, 7)
@@ -283,33 +283,33 @@ def test_refused_in_a_group() -> None:
     assert run_ranks(_refused_in_a_group, 2) == [[], []]
 
 
-# --- what the first torchshard got wrong -----------------------------------------------------------------------------
+# --- bugs of the first torchshard -------------------------------------------------------------------------------------
 
 
 def _groups_smaller_than_the_world(rank: int) -> bool:
-    """It took the world's ranks and sizes for the group's."""
+    """The first torchshard used the world's ranks and sizes instead of the group's."""
     whole = draw(3, 8, grad=False)
     return close(tsd.gather(tsd.scatter(whole, -1), -1), whole) and tsd.get_world_size() == 2
 
 
 def _reduce_keeps_its_input(rank: int) -> bool:
-    """It summed in place what a backward had kept."""
+    """The first torchshard summed in place a value that a backward had saved."""
     x = draw(4)
-    y = x.exp()  # its backward reads its result
+    y = x.exp()  # its backward reads the result
     kept = y.detach().clone()
     tsd.reduce(y).sum().backward()
     return close(y, kept) and close(x.grad, kept)
 
 
 def _copy_keeps_the_upstream_gradient(rank: int) -> bool:
-    """Its backward summed in place the gradient that others read too."""
+    """The first torchshard's backward summed in place a gradient that others read too."""
     x, gradient = draw(4), torch.full((4,), 3.0, dtype=torch.float64)
     tsd.copy(x).backward(gradient)
     return bool((gradient == 3).all()) and close(x.grad, gradient * 2)
 
 
 def _gathered_is_not_split(rank: int) -> bool:
-    """A gathered tensor went on to be marked as split, and a loss took it for a slice."""
+    """The first torchshard marked gathered tensors as split, and its loss treated them as slices."""
     logits, target = draw(4, 6), torch.randint(6, (4,))
     gathered = tsd.gather(tsd.scatter(logits, -1), -1)
     expected = F.cross_entropy(logits, target)
@@ -324,20 +324,20 @@ def _loss_weighs_classes(rank: int) -> bool:
 
 
 def _loss_ignores_an_index(rank: int) -> bool:
-    """Its one-hot vectors failed on -100."""
+    """The first torchshard's one-hot vectors failed on -100."""
     logits, target = draw(4, 6), torch.tensor([1, -100, 5, -100])
     return close(tsf.parallel_cross_entropy(tsd.scatter(logits, -1), target, dim=1), F.cross_entropy(logits, target))
 
 
 def _loss_of_each_row_has_one_dim(rank: int) -> bool:
-    """It gave [N, 1]."""
+    """The first torchshard returned [N, 1]."""
     logits, target = draw(4, 6), torch.randint(6, (4,))
     got = tsf.parallel_cross_entropy(tsd.scatter(logits, -1), target, dim=1, reduction="none")
     return got.shape == (4,) and close(got, F.cross_entropy(logits, target, reduction="none"))
 
 
 def _a_padding_row_of_a_split_vocabulary(rank: int) -> bool:
-    """The row's number was taken as one of the slice's: other rows lost their gradients."""
+    """The first torchshard used the row's number within the slice, so other rows lost their gradients."""
     table = draw(6, 3)
     part, ids = own(table, 0), torch.tensor([[0, 4, 5, 1]])
     tsf.parallel_embedding(ids, part, padding_idx=4, dim=0).sum().backward()

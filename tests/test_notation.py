@@ -1,4 +1,4 @@
-"""Rows: what their text means, the choices that they give, and what is refused, beside what is accepted."""
+"""Rows: the meaning of their text, their choices, and invalid rows next to valid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST = (frozenset({0}),)
 
 
 def listed(row: Row, world: int = 2, hints: Any = ()) -> list[str]:
-    """The choices as lines, the way a person would write them down."""
+    """Returns the choices as lines of text."""
 
     def line(choice: Choice) -> str:
         operands, results = (", ".join(map(str, side)) for side in (choice.operands, choice.results))
@@ -80,7 +80,7 @@ def test_pieces_are_split_together() -> None:
 
 
 def test_a_middle_axis_gives_parts() -> None:
-    """Fused query, key and value: heads are split within each of the three."""
+    """In fused query, key and value, heads are split within each of the three."""
     assert listed(FUSED)[2:5] == [
         "split k: S(1; 3x14) -> S(1)",
         "split c: S(1; 7x2+7x2+7x2) -> S(2)",
@@ -166,7 +166,7 @@ def splits(row: Row, hints: Any = ()) -> list[str]:
 
 @pytest.mark.parametrize("major", [True, False])
 def test_a_dim_merged_with_a_dynamic_one(major: bool) -> None:
-    """`(a b)`: b is split in parts that repeat where a is dynamic; a can't be split where its unit is not known."""
+    """In `(a b)`, b is split in a repeated pattern if a is dynamic; a can't be split if its unit b is dynamic."""
     n = sympy.Symbol("s0", integer=True, positive=True)
     a, b = (n, 4) if major else (4, n)
     merged, alone = bind("a b -> (a b)", [(a, b)], [(a * b,)]), bind("a b -> a b", [(a, b)], [(a, b)])
@@ -182,7 +182,7 @@ def test_so_many_times_a_dynamic_size_is_split_in_parts_that_repeat() -> None:
     heads = S(0, ((3, 2),), repeated=True)
     assert "split b*: S(0; *3x2), S(0; *3x2) -> S(0; *3x2)" in splits(product, [(0, heads)])
     assert splits(bind("!a b c -> !a b c", [shape], [shape])) == ["split b: S(1) -> S(1)", "split c: S(2) -> S(2)"]
-    local = {"a": lambda *args: None}  # what is computed otherwise for slices of a is not for slices of its factor
+    local = {"a": lambda *args: None}  # a replacement for slices of a doesn't fit slices of its factor 6
     assert splits(bind("a !b !c -> a !b !c", [shape], [shape], local=local)) == []
 
 
@@ -211,7 +211,7 @@ def test_pieces_of_a_concatenation_may_lie_in_parts_of_their_own() -> None:
     assert splits(starting, hints) == ["split x y: S(0; 4+8) -> S(0), S(0)"]
 
 
-# --- what a rank asks ------------------------------------------------------------------------------------------------
+# --- a rank's queries -------------------------------------------------------------------------------------------------
 
 
 def test_local_sizes_and_starts() -> None:
@@ -237,7 +237,7 @@ def test_a_split_in_several_runs_has_no_start() -> None:
     assert Local(FUSED, plain, MeshAxis(2).coordinate(1)).start("c") == 4
 
 
-# --- binding and errors, the refused beside the accepted -------------------------------------------------------------
+# --- binding, and errors ----------------------------------------------------------------------------------------------
 
 
 def test_bind_reads_sizes_from_plain_dims() -> None:
@@ -262,7 +262,7 @@ ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
 
 
 def test_a_size_for_an_axis_in_no_tensor_is_refused() -> None:
-    """To split it would give each rank the whole, as an addend."""
+    """If a factor in no tensor were split, the ranks would sum the full value once each."""
     assert bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2})
     with pytest.raises(RuleError, match="axis c is in no tensor"):
         bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2, "c": 1})
@@ -311,7 +311,7 @@ SHAPES: dict[str, Callable[[int, int, int], tuple[Any, Any]]] = {
 
 @given(st.sampled_from(sorted(SHAPES)), st.tuples(*[st.integers(1, 7)] * 3), st.integers(1, 5))
 def test_a_split_deals_all_tensors_alike(text: str, sizes: tuple[int, int, int], world: int) -> None:
-    """What the layouts say that a rank holds of each tensor is what its sizes of the axes give."""
+    """Local shapes by layout equal those by the rank's sizes of the factors."""
     operands, results = SHAPES[text](*sizes)
     row = bind(text, operands, results, dict(zip("abc", sizes, strict=True)))
     tensors = [*zip(row.operands, operands, strict=True), *zip(row.results, results, strict=True)]

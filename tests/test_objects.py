@@ -1,4 +1,4 @@
-"""Any data between real ranks, with and without pickle; tests/test_checkpoint_files.py tests how it is coded."""
+"""Objects sent between real ranks, with and without pickle; tests/test_checkpoint_files.py tests the encoding."""
 
 from __future__ import annotations
 

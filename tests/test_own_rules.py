@@ -1,4 +1,4 @@
-"""Rules of users' ops, and ops whose draws or look-ups a split must not change."""
+"""Rules of users' ops, and ops with random draws or look-ups that a split must not change."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from torchshard.testing import (
     changed_rule,
 )
 
-# --- rules of users --------------------------------------------------------------------------------------------------
+# --- rules of users ---------------------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("torchshard_tests::weigh", mutates_args=())
 def weigh(x: Tensor, weight: Tensor) -> Tensor:
-    """A user's op with a backward of its own: x * tanh(weight), per channel."""
+    """A user's op with its own backward: x * tanh(weight), per channel."""
     return x * weight.tanh()
 
 
@@ -44,7 +44,7 @@ weigh.register_autograd(
 
 
 class Weighing(nn.Module):
-    """column -> the user's op -> row."""
+    """A column-split linear, the user's op, a row-split linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_an_op_without_a_rule_is_right_and_warns_once(world: int) -> None:
     report, heard = _check(world)
     assert report.ok, str(report)
     assert len(heard) == 1
-    # f64[2,5,10] is gathered; of its gradient each rank keeps a slice, which moves nothing
+    # f64[2,5,10] is gathered; each rank slices the gradient, which sends no bytes
     sent = 2 * 5 * 8 * (world - 1) * -(-10 // world)  # slices are padded to the largest
     assert heard[0].startswith(f"{sent} B gathered per step for torchshard_tests.weigh.default (node")
     assert '@torchshard.rule("torchshard_tests.weigh.default")' in heard[0]
@@ -103,7 +103,7 @@ def test_a_rule_that_does_not_fit_its_op_is_an_error_that_names_the_row() -> Non
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_dropout_draws_the_unsharded_numbers(seed: int) -> None:
-    """One choice under two seeds: the values are those of each seed, not of a first run."""
+    """One choice under two seeds: each run draws the values of its seed, not of the first run."""
     op = case(aten.dropout.default, None, f(6, 8), 0.5, True)
     choice = Choice("split _0", (ts.S(1),), (ts.S(1),), (("_0", ((8, 1),)),))
     made = build(op, choice, 2, seed)
@@ -117,7 +117,7 @@ def test_dropout_draws_the_unsharded_numbers(seed: int) -> None:
 
 
 def test_constants_of_a_call_are_not_remembered() -> None:
-    """The same op and shapes with other arguments: rows and replacements follow the arguments."""
+    """Rows and replacements follow the arguments of each call, for the same op and shapes."""
     for start in (1, 3):
         op = case(aten.slice.Tensor, None, f(5, 9), 1, start, start + 3)
         assert all(run(op, choice, 2).ok for choice in row_and_choices(op, 2)[1])
@@ -133,7 +133,7 @@ LOOKUPS = {
 
 
 class _Picks(nn.Module):
-    """A value split along the dim that is looked up."""
+    """A model that looks up values along a split dim."""
 
     def __init__(self, pick: Any, width: int = 7) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ PICKS = {
 
 
 def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> PlannedCall:
-    """The call in which what looks up is split along what it looks up in, whatever that costs."""
+    """Plans a call with the look-up split along the dim that it looks up in, at any cost."""
     call = capture(model, (x,))
     pick = call.nodes("embedding", "index_select", "gather", "cross_entropy_loss")[0]
     split = next(c for c in call.choices(pick, 2) if c.name == "split v")
@@ -197,7 +197,7 @@ def test_a_failing_rule_is_reported_with_the_op_and_its_shapes() -> None:
 
 @pytest.mark.parametrize("axis", ["n", "v"])
 def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
-    """Its sum and its count need more digits than a half has; in float16 PyTorch's own sum on the CPU is infinite."""
+    """The sum and the count exceed bfloat16's precision; in float16, PyTorch's own CPU sum is infinite."""
 
     class Loss(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What pip installs is whole: the wheel, in an environment that has nothing else."""
+"""The wheel is complete: it works in an otherwise empty environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = ["pyproject.toml", "README.md", "LICENSE"]
 
 
 def _run(*command: str | Path, folder: Path) -> str:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # a checkout hides the wheel
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # else a checkout hides the wheel
     done = subprocess.run([*map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
@@ -25,7 +25,7 @@ def _run(*command: str | Path, folder: Path) -> str:
 
 @pytest.mark.nightly
 def test_the_wheel_does_what_the_readme_says_in_an_empty_environment(tmp_path: Path) -> None:
-    """On one rank, on two under torchrun, and by the command line."""
+    """Runs the README's code on one rank, on two under torchrun, and the command line."""
     source, env = tmp_path / "source", tmp_path / "env" / "bin"
     shutil.copytree(ROOT / "torchshard", source / "torchshard", ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:

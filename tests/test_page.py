@@ -1,4 +1,4 @@
-"""The page in a real browser, without a network: it opens folded, expands, tells, finds; in light and dark."""
+"""The page in a real browser, offline: folding, the panel, search, keys, light and dark."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _page(folder: Path, *models: Any) -> str:
 
 
 def _in_browser(text: str, folder: Path) -> dict[str, Any]:
-    """What the page says of itself after some clicks, as its title."""
+    """Returns the page's state after some clicks, which a script writes into its title."""
     failures = "<script>window.failures = []; window.onerror = (text) => window.failures.push(text);</script>"
     (folder / "acted.html").write_text(
         text.replace("<body>", f"<body>{failures}").replace("</body>", f"{ACTIONS}</body>")

@@ -1,4 +1,4 @@
-"""Each pass before and after, as listings; `UPDATE_GOLDEN=1 pytest tests/test_passes.py` writes tests/golden anew."""
+"""Listings before and after each pass; `UPDATE_GOLDEN=1 pytest tests/test_passes.py` rewrites tests/golden."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}
 
 
 class Model(nn.Module):
-    """Three heads on two ranks, an embedding split over its vocabulary, an in-place write, a cast that does nothing."""
+    """A model with three heads on two ranks, a vocabulary-split embedding, an in-place write and a no-op cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def test_every_pass_has_its_listing() -> None:
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_a_bias_is_back_in_its_op_where_no_sum_comes_between(mode: Mode) -> None:
-    """Also of what needs no gradient: an input, and all values of a decode step."""
+    """Linear ops keep their bias unless a reduce comes between, also for values without gradients."""
     model, pins = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), {"0": "column", "2": "row"}
     plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),), mode=mode)
     shown = [op_name(node) for node in plan.graph.graph.nodes if node.op == "call_function"]
@@ -113,7 +113,7 @@ def test_sibling_copies_are_one() -> None:
 
 
 def test_a_conversion_of_a_conversion_follows_it() -> None:
-    """A value in columns is wanted in rows, and in other columns, to which the way leads over the rows."""
+    """The conversion from columns to other columns goes through rows, which another consumer needs."""
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,7 +149,7 @@ def test_a_cast_there_and_back_rounds() -> None:
 
 
 def test_a_ranks_values_know_no_numbers() -> None:
-    """A fake tensor that knows its numbers has an op on it computed, here a bound on ids: of a slice it knows none."""
+    """A fake tensor with a constant would compute ops on it (here a bound on ids), wrongly for a slice."""
 
     class Places(nn.Module):
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def test_a_ranks_values_know_no_numbers() -> None:
 
 
 class _ChannelsLast(nn.Module):
-    """A view of what lies channels last, which a gather for another consumer leaves in another order of memory."""
+    """A view of a channels-last value, which a gather for another consumer leaves in a different memory order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _ChannelsLast(nn.Module):
 
 
 class _Masked(nn.Module):
-    """As many elements are picked by a mask as are added to them: a size by values that the model compares."""
+    """A model with a data-dependent size: a mask selects the same number of elements as is added to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
 
 
 def test_verify_writes_nothing_and_finds_a_wrong_shape() -> None:
-    """A verifier that recorded what it computed would mend what it should find."""
+    """A verifier that stored its own results would hide the error that it should find."""
     made = testing.capture(MLP(), (torch.randn(3, 12),)).plan({"up": "column", "down": "row"}, 2)
     graph = localized(made.graph, MeshAxis(2).simulated()[0])
     before = {node: dict(node.meta) for node in graph.graph.nodes}

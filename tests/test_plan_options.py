@@ -1,4 +1,4 @@
-"""Options of a plan: machines, axes, memory and its limits."""
+"""Options of a plan: machines, axes and memory limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import GPT, MLP
 from tests.test_plans import IDS, _gpt
 from torchshard.testing import CapturedCall, capture, predicted_memory, run_ranks
 
-# --- knobs -----------------------------------------------------------------------------------------------------------
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_ranks_beyond_one_domain_send_over_the_network() -> None:
 
 
 def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> None:
-    """The all-reduce of the gradient of what `up` takes runs while the gradient of its weight is computed."""
+    """The all-reduce of the gradient of `up`'s input runs while the gradient of its weight is computed."""
     flops = 1e9
     machine = ts.Machine("m", flops, 1e15, link_bandwidth=1e8, latency=0.0, launch=1e-6)
     model, x = MLP(32, 16, 32), torch.randn(64, 32, requires_grad=True)
@@ -68,7 +68,7 @@ def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> 
     assert copied.backward.seconds == pytest.approx(1e-6 + sent - hidden)
     fast = dataclasses.replace(machine, link_bandwidth=1e12)
     copied, _ = ts.plan(model, plan, world_size=2, example_inputs=(x,), machine=fast).costs.collectives
-    assert copied.backward.seconds == pytest.approx(1e-6)  # what a rank does to launch it is not hidden
+    assert copied.backward.seconds == pytest.approx(1e-6)  # the launch is not hidden
 
 
 @pytest.mark.nightly
@@ -80,7 +80,7 @@ def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     assert many.costs.fewer[1] < many.costs.fewer[2] <= many.costs.seconds and "fewer ranks are faster" in str(many)
     assert few.costs.seconds < few.costs.fewer[2] < few.costs.fewer[1] and "fewer ranks" not in str(few)
     overlapped = many.with_last(costs=dataclasses.replace(many.costs, step=many.costs.fewer[1] / 2))
-    assert "fewer ranks" not in str(overlapped)  # what it hides counts for it
+    assert "fewer ranks" not in str(overlapped)  # the overlapped time counts
     assert "one rank alone: " in str(few) and str(ts.Plan.from_json(many.to_json())) == str(many)
     whole = _gpt(world_size=1, machine=busy)
     assert few.costs.fewer[1] == pytest.approx(whole.costs.seconds, rel=1e-6) and "alone" not in str(whole)
@@ -92,7 +92,7 @@ def test_a_faster_link_makes_a_faster_step_and_ranks_no_slower_work() -> None:
 
 
 def test_the_batch_is_split_when_asked_and_only_then() -> None:
-    """An MLP on a large batch: split over it, each rank sums the gradients of its weights, which are small."""
+    """An MLP with a large batch: split over it, the ranks only sum the small gradients of weights."""
     model, x = MLP(8, 16, 8), torch.randn(4096, 8)
     machine = ts.Machine("m", 1e9, 1e9, 1e8, 1e-6, 1e-6)
     asked = {"world_size": 2, "example_inputs": (x,), "machine": machine, "memory": "1GiB"}
@@ -206,7 +206,7 @@ def _trained(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def _peaks(rank: int, name: str) -> tuple[float, float]:
-    """What a step takes at its peak on this rank: predicted, and as the allocator says."""
+    """Returns this rank's peak memory of a step, predicted and measured by the allocator."""
     ts.distributed.init_process_group()
     model, batch = _trained(name)
     sharded = ts.shard(model, "auto", example_kwargs=batch)
@@ -218,18 +218,18 @@ def _peaks(rank: int, name: str) -> tuple[float, float]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # the second call makes the graphs of forward and backward
+    for _ in range(2):  # the second call records step graphs
         step()
     steady = [*sharded.parameters(), *sharded.buffers()]
     steady += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     held = sum(t.numel() * t.element_size() for t in {id(t): t for t in steady}.values())
-    gc.collect()  # what capture left behind is not the step's
+    gc.collect()  # frees the garbage of the capture
     return predicted_memory(sharded.plan)["peak"], held + min(allocated(step) for _ in range(3))
 
 
 MEASURED = ["llama", "bert", "vit", "t5", "llama recomputed"]
 MORE = ["qwen2", "gpt2", "opt", "neox", "olmo2", "gpt2 recomputed"]
-"""More models, in `make nightly`."""
+"""Further models, run by `make nightly`."""
 
 
 @pytest.mark.nightly
@@ -242,7 +242,7 @@ def test_the_predicted_peak_is_the_allocators(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("pins", [{"tok": "vocab"}, {"head": "column"}, {"tok": 1}])
 def test_one_rank_takes_pins_of_a_tied_weight(pins: dict[str, Any]) -> None:
-    """There nothing is split by itself; the ops beside a pinned one take the weight as it does."""
+    """On one rank, ops without a pin use the tied weight as the pinned op does."""
     check = ts.check(GPT(), pins, world_size=1, example_inputs=(torch.zeros(2, 5, dtype=torch.long),) * 2)
     assert check.ok
 
@@ -251,14 +251,14 @@ def test_auto_splits_a_linear_by_columns() -> None:
     assert capture(MLP(), (torch.randn(3, 12),)).plan("auto", 2).plan.parameters["up.weight"] == ts.S(0)
 
 
-# --- limits of memory ------------------------------------------------------------------------------------------------
+# --- memory limits ----------------------------------------------------------------------------------------------------
 
 
 LAYERS = 10
 
 
 class Alike(nn.Module):
-    """Layers that are all alike, which a limit of memory lets stay whole one by one."""
+    """A model of equal layers, which stay replicated one by one as a memory limit allows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,12 +276,12 @@ def _alike(**options: Any) -> ts.Plan:
 
 @functools.cache
 def _captured_alike() -> CapturedCall:
-    """The model captured once, for the many plans of the tests below."""
+    """Captures the model once, for the many plans of the tests below."""
     return capture(Alike(), (torch.randn(4, 8),))
 
 
 def _alike_with_whole_layers(count: int) -> ts.Plan:
-    """The first `count` layers whole, the others split."""
+    """Plans the first `count` layers replicated, the others split."""
     pins = {f"layers.{i}.*": "replicate" for i in range(count)}
     for i in range(count, LAYERS):
         pins |= {f"layers.{i}.0": "column", f"layers.{i}.2": "row"}
@@ -318,7 +318,7 @@ def test_a_plan_that_is_given_must_fit_too() -> None:
 
 @pytest.mark.nightly
 def test_the_next_best_plan_is_reported_within_the_time_limit() -> None:
-    """What else there is under the same limit is no faster; a pin that is dear under a limit is named."""
+    """Alternatives under the same limit are not faster; a pin that costs time under a limit is named."""
     fast, small = _alike(memory="1GiB"), _alike()
     made = _alike(memory=(_peak(fast) + _peak(small)) / 2)
     told = re.findall(r"without it: a step takes [\d.]+ \w+ (\w+)", ts.explain(made))
@@ -335,7 +335,7 @@ def test_a_loaded_plan_is_explained_with_its_alternatives() -> None:
 
 
 class _LooksAt(nn.Module):
-    """Takes a parameter for its shape alone, and leaves another one out."""
+    """A model that only reads one parameter's shape, and leaves out another parameter by default."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The planner against other ways to the same optimum: enumeration, an integer program, and itself without folding."""
+"""Tests the planner against enumeration: elimination on tables, and plans of random graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torchshard.plans.machine import Machine
 
 aten = torch.ops.aten
 MACHINE = Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5)
-"""Slow enough for computation and communication of small tensors to be of one size."""
+"""Slow enough that computation and communication of small tensors cost about the same."""
 
 # --- tables ----------------------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ FREE = 12
 
 
 class _Drawn:
-    """A graph of random ops on values of 4 x 6, weights of 6 x 6 and 6, some of them used twice."""
+    """A graph of random ops on values of 4 x 6 and weights of 6 x 6 and 6, some of them used twice."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.mode = random.Random(seed), FakeTensorMode()
@@ -173,7 +173,7 @@ class _Drawn:
         self.values.append(node)
 
     def asked(self, world: int) -> GraphConstraints:
-        """At most three choices for an op, so that all can be tried."""
+        """Returns at most three choices per op, so that all combinations can be tried."""
         options = {}
         for node in self.graph.nodes:
             if is_tensor_op(node):
@@ -185,7 +185,7 @@ class _Drawn:
 
 
 def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any, Any]:
-    """Seconds and bytes of every combination of choices and stored layouts, from the definitions alone."""
+    """Returns the seconds and bytes of every combination of choices and stored layouts, from the definitions."""
     deciding = [v for v, kind in network.graph.nodes(data="kind") if kind in ("op", "stored")]
     axis = {v: i for i, v in enumerate(deciding)}
     nodes = list(drawn.graph.nodes)
@@ -244,7 +244,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
 @nightly(but=["0", "400"])
 @pytest.mark.parametrize("start", range(0, 520, 40))
 def test_the_plan_is_the_best_of_all(start: int) -> None:
-    """Of random graphs: at several prices for a byte the optimum, and within a budget no further off than is told."""
+    """On random graphs: the optimum at several prices of a byte, and within a budget up to the reported gap."""
     for seed in range(start, start + 40):
         drawn = _Drawn(seed)
         world = 2 + seed % 3
@@ -271,7 +271,7 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
 
 @pytest.mark.nightly
 def test_if_tables_are_too_large_a_valid_plan_is_found_and_bounded() -> None:
-    """With tables of 12 entries at most: states that are allowed, a gap never below the true one, mostly the best."""
+    """With tables of at most 12 entries: allowed states, a gap that is never too small, mostly the optimum."""
     found, inexact = 0, 0
     for seed in range(60):
         drawn = _Drawn(seed)
@@ -289,7 +289,7 @@ def test_if_tables_are_too_large_a_valid_plan_is_found_and_bounded() -> None:
 
 
 def test_the_costs_of_the_network_equal_the_prediction() -> None:
-    """Of the plan found: the collectives one by one, with the computation, sum up to what the tables say."""
+    """The plan's computation and collectives sum up to the seconds in the tables."""
     for seed in range(60):
         drawn = _Drawn(seed)
         model = CostModel(MACHINE, MeshAxis(2))
@@ -319,7 +319,7 @@ def test_a_recurrent_layer_runs_the_collectives_that_are_priced(
         call = next(steps)
         while True:
             gathered.append(call)
-            call = steps.send(call[1][0])  # of one rank, what is gathered is its own slice
+            call = steps.send(call[1][0])  # on one rank, the gathered tensor is its slice
     ((op, operands, times),) = split.collectives(*args)
     assert all(call[0] is op and call[1][1:] == operands[1:] for call in gathered)
     assert {call[1][0].shape for call in gathered} == {operands[0].shape}

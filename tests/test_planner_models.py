@@ -1,4 +1,4 @@
-"""The planner on blocks of real architectures, against an integer program; and folded against unfolded."""
+"""Tests the planner on blocks of real architectures: against an integer program, and folded against unfolded."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "dinov2": ("Dinov2Config", "Dinov2Model", {**_VIT, "mlp_ratio": 2}, "num_hidden_layers"),
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART, "encoder_layers"),
 }  # fmt: skip
-"""name -> (configuration, model, its sizes, the name of the number of layers)."""
+"""Name -> (configuration, model, its sizes, the option for the number of layers)."""
 
 
 def _predicted(graph: fx.Graph, found: SearchResult) -> tuple[list[Collective], dict[str, float]]:
@@ -81,7 +81,7 @@ def _predicted(graph: fx.Graph, found: SearchResult) -> tuple[list[Collective], 
 
 @functools.cache
 def graph_of(name: str, layers: int) -> fx.Graph:
-    """A model's normalized graph, ready to be planned; on the meta device."""
+    """Returns a model's normalized graph on the meta device, ready to be planned."""
     config_class, model_class, sizes, count = _MODELS[name]
     config = getattr(transformers, config_class)(**{**sizes, count: layers})
     if name == "t5":
@@ -98,18 +98,18 @@ def graph_of(name: str, layers: int) -> fx.Graph:
         kwargs = {"input_ids": ids, "decoder_input_ids": ids}
     else:
         kwargs = {"input_ids": ids}
-    captured = capture(model, (), kwargs, dynamic=False)  # several times faster, and the planner asks for sizes alone
+    captured = capture(model, (), kwargs, dynamic=False)  # several times faster, and the planner only needs sizes
     normalize(captured.graph)
     mark_needs_grad(captured.graph, [n for n, _ in model.named_parameters()])
     return captured.graph.graph
 
 
 MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5), MeshAxis(4))
-"""Slow enough for computation and communication of small tensors to be of one size."""
+"""Slow enough that computation and communication of small tensors cost about the same."""
 
 
 def _integer_program(network: Network, price: float) -> float:
-    """The least cost by HiGHS: a binary per state, a share per finite entry of a table over two variables."""
+    """Returns the least cost by HiGHS: a binary per state, a share per finite entry of a table of two variables."""
     sizes = network.sizes
     offsets = dict(zip(sizes, np.cumsum([0, *sizes.values()]), strict=False))
     count, rows, columns, entries, right = sum(sizes.values()), [], [], [], []
@@ -170,13 +170,13 @@ def test_a_block_is_planned_as_well_as_by_an_integer_program(name: str) -> None:
 
 
 LAYERS = {"llama": 6, "t5": 6, "vit": 6, "gptj": 6, "gemma2": 12}
-"""A model -> how many layers repeat: gemma2 repeats pairs, and folds at six of them."""
+"""Model -> number of layers. gemma2 repeats pairs, and folds at six of them."""
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYERS)
 def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
-    """Folded or not the plan costs the same, and so do the collectives that it makes necessary."""
+    """Folded and unfolded plans have equal costs and equally many collectives."""
     graph = graph_of(name, LAYERS[name])
     folded, whole = (build(graph, MODEL, GraphConstraints(), fold=fold) for fold in (True, False))
     assert folded.chains and len(folded.states) < len(whole.states)
@@ -196,7 +196,7 @@ def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
 def test_blocks_whose_states_differ_are_planned_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
+    """A hint for one block makes its states differ; the plan then costs the same as unfolded."""
     graph = graph_of("gptj", LAYERS["gptj"])
     whole = search(graph, MODEL, GraphConstraints(), fold=False)
     learnt = states_of.wanted_parts
@@ -217,7 +217,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 
 @pytest.mark.nightly
 def test_what_all_blocks_share_may_stay_whole_at_next_to_no_cost() -> None:
-    """Masks and tables of rotations: with one state for each tables are smaller, and the optimum nearly the same."""
+    """Masks and rotary tables: with one state each, tables are smaller and the optimum is at most 1 % worse."""
     graph = graph_of("llama", LAYERS["llama"])
     full, whole = (build(graph, MODEL, GraphConstraints()) for _ in range(2))
     prune(full)
@@ -232,7 +232,7 @@ def test_what_all_blocks_share_may_stay_whole_at_next_to_no_cost() -> None:
 
 @pytest.mark.nightly
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
+    """The search goes from neighbourhood to neighbourhood: the plan is valid, near the best, and has a gap."""
     graph = graph_of("llama", LAYERS["llama"])
     exact = search(graph, MODEL, GraphConstraints())
     monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))

@@ -1,4 +1,4 @@
-"""Plans as things: saved and loaded, compared, in others' words; memory budgets and machines."""
+"""Tests of plans: files, comparison, and the styles of other libraries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _captured_gpt() -> CapturedCall:
 
 
 def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options: Any) -> ts.Plan:
-    """What `ts.plan` gives; the model is captured once for all tests."""
+    """Returns the plan of `ts.plan`; the model is captured once for all tests."""
     return _captured_gpt().plan(plan, world_size, machine=machine, **options).plan
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
 
 
 def _changed(body: Any, path: list[Any], value: Any) -> str:
-    """The JSON of a plan with something else at one place."""
+    """Returns the JSON of a plan with the value at one path replaced."""
     made = json.loads(json.dumps(body))
     at = made
     for step in path[:-1]:
@@ -97,7 +97,7 @@ def _changed(body: Any, path: list[Any], value: Any) -> str:
 
 
 def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The first few places of each kind in nested JSON."""
+    """Yields the paths of the first few items of each container in nested JSON."""
     items = list(body.items()) if isinstance(body, dict) else list(enumerate(body)) if isinstance(body, list) else []
     for key, value in items[:12]:
         yield (*path, key)
@@ -107,13 +107,13 @@ def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 FIELDS = ["version", "title", "fingerprint", "stored", "axes"]
 """The fields of a plan file."""
 OF_AXIS = ["axis", "static", "recompute", "machine", "parameters", "inputs", "choices", "conversions", "costs"]
-"""The fields of each axis."""
+"""The fields of each axis in a plan file."""
 WRONG_VALUES = (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True)
 
 
 @functools.cache
 def _mlp_and_body() -> tuple[CapturedCall, Any]:
-    """A captured call, and the JSON of a plan for it."""
+    """Returns a captured call, and the JSON of a plan for it."""
     model, x = MLP(), torch.randn(3, 12)
     made = ts.plan(model, "auto", world_size=2, example_inputs=(x,))
     return capture(model, (x,), dtype=torch.float64), json.loads(made.to_json(question=False))
@@ -127,7 +127,7 @@ def test_these_are_the_fields_of_a_plan_file() -> None:
 @nightly("choices", "machine", "stored")
 @pytest.mark.parametrize("field", [*FIELDS[:-1], *OF_AXIS])
 def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> None:
-    """Every value in turn gone wrong: a typed error when it is read or planned, or a plan that computes right."""
+    """Replaces each value by wrong ones: either a typed error is raised, or the plan computes correctly."""
     call, body = _mlp_and_body()
     outcomes = []
     for path in (path for path in _places(body) if path[0] == field or path[2:3] == (field,)):
@@ -161,11 +161,11 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
 
 
-# --- two plans, and others' words ------------------------------------------------------------------------------------
+# --- special files, two plans, and other libraries' styles ------------------------------------------------------------
 
 
 def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
-    """A link is followed, a mode is kept, a pipe is written to, and a path that is none leaves nothing behind."""
+    """Saving follows links, keeps modes and writes to pipes; an invalid path leaves no file."""
     made = _gpt()
     target, link, pipe = (tmp_path / name for name in ("plan.json", "link.json", "pipe"))
     target.write_text("old")
@@ -243,7 +243,7 @@ def test_styles_of_hugging_face_and_dtensor_are_accepted() -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that is the head too."""
+    """A model with an embedding tied to the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class Tied(nn.Module):
 
 
 class Scored(nn.Module):
-    """A loss inside, over a vocabulary that may be split."""
+    """A model with a loss over a vocabulary that may be split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def test_ties_and_losses_are_beyond_their_words() -> None:
 
 
 class _OwnWeight(nn.Module):
-    """A parameter of the model itself."""
+    """A model with a parameter of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def test_the_model_itself_has_an_empty_path(word: str, layout: str) -> None:
 
 
 class _PartlyFrozen(nn.Module):
-    """Layers of which the first runs under no_grad."""
+    """A model with two layers; the first runs under no_grad."""
 
     def __init__(self) -> None:
         super().__init__()

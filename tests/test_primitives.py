@@ -1,4 +1,4 @@
-"""torch.distributed's primitives on the group: values by their definition, gradients against finite differences."""
+"""torch.distributed's primitives on the group: values by their definition, gradients by finite differences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Primitive = Callable[[Tensor], Tensor]
 
 
 def _primitives(world: int) -> dict[str, tuple[Primitive, Callable[[Sequence[Tensor], int], Tensor]]]:
-    """Name -> (the call, what it gives rank r of all ranks' inputs)."""
+    """Returns name -> (the call, a function from all ranks' inputs and a rank to its expected result)."""
     last = world - 1
 
     def part(x: Tensor, rank: int, dim: int = 0) -> Tensor:
@@ -54,14 +54,14 @@ def _primitives(world: int) -> dict[str, tuple[Primitive, Callable[[Sequence[Ten
 
 
 def _shared(x: Tensor) -> list[Tensor]:
-    """All ranks' tensors, without what is tested."""
+    """Returns all ranks' tensors, gathered by `torch.distributed` instead of the tested functions."""
     held: list[Any] = [None] * tsd.get_group_size()
     torch.distributed.all_gather_object(held, x)
     return held
 
 
 def _gradient_by_differences(call: Primitive, x: Tensor, cotangent: Tensor, rank: int) -> Tensor:
-    """Of the sum over the ranks of <what the call gives, cotangent>, by this rank's input."""
+    """Returns the gradient of the sum over ranks of <result, cotangent> by this rank's input."""
     found = torch.zeros_like(x)
     for owner in range(tsd.get_group_size()):
         for i in range(x.numel()):
@@ -153,7 +153,7 @@ def test_alone() -> None:
 
 
 def _filled(rank: int) -> dict[str, bool]:
-    """As a program is ported from `torch.distributed`: what it fills there is filled here."""
+    """Functions that fill a tensor in `torch.distributed` fill it here too, for ported programs."""
     tsd.init_process_group()
     x, found = torch.full((3,), float(rank)), {}
     found["broadcast"] = tsd.broadcast(x, 1) is x and bool((x == 1).all())

@@ -1,6 +1,6 @@
-"""Random models under random plans, on simulated and on real ranks; nothing here was thought of by anyone.
+"""Random models under random plans, on simulated and on real ranks.
 
-`TORCHSHARD_PROGRAMS=2000 pytest tests/test_programs.py` runs as many, drawn anew.
+`TORCHSHARD_PROGRAMS=2000 pytest tests/test_programs.py` runs 2000 new ones.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ aten = torch.ops.aten
 COUNT = int(os.environ.get("TORCHSHARD_PROGRAMS", "0"))
 EXAMPLES = COUNT or 30
 _BOUND_NORMALISED = written((1,), [(0,) * 4, (0,) * 4, (0,) * 4, (1, 0, 3, 5), (5, 0, 0, 0)], 1)
-"""A norm of one element, which is a bound of clamp: its gradient is the rounding noise of that number alone."""
+"""A norm of one element, used as a bound of clamp: its gradient is only the rounding noise of that number."""
 _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
-"""`cat` of vectors, which skips a rank's empty ones: its gradient there waits for no slice."""
+"""`cat` of vectors, which skips a rank's empty slices: the backward there never reaches their slicing."""
 _VIEW_OF_INPUT = written((1,), [(492, 0, 0, 0)], 1)
-"""A result that is a view of an input: made without gradients it requires them, and has no graph."""
+"""A result that is a view of an input: created without gradients, it requires them but has no graph."""
 
 
 REFUSED = [0]
-"""How many programs were refused: of all at most a quarter."""
+"""Number of refused programs, at most a quarter of all."""
 
 
 @settings(
@@ -62,13 +62,13 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
 
 @pytest.mark.nightly
 def test_a_wrong_rule_is_found_and_shrunk() -> None:
-    """A rule that takes a rank's partial sum for the whole sum."""
+    """A wrong rule: it marks a rank's partial sum as the full sum."""
     right = rule_of(aten.linear.default)
 
     def wrong(call: Call) -> Row:
         return right(call) if call["bias"] is not None else call.row("... k, n k -> ... n", reduced={"k"})
 
-    # While it shrinks, Hypothesis tries many lists of words that say the same program.
+    # While it shrinks, Hypothesis tries many lists of words for the same program.
     @functools.cache
     def fails(text: Text) -> bool:
         return not checked(text, 2, 0).ok
@@ -83,7 +83,7 @@ def test_a_wrong_rule_is_found_and_shrunk() -> None:
 
 
 def _sgd(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
-    """The results before and after a step."""
+    """Returns the results before and after a step."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     found = []
     for turn in range(2):
@@ -123,7 +123,7 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
 @nightly("3", "4")
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs_on_real_ranks(world: int) -> None:
-    """Forward, backward and a step of SGD, and forward again."""
+    """Runs forward, backward and a step of SGD, and forward again."""
     held = {seed: drawn(seed) for seed in range(100 * world, 100 * world + 8)}
     seeds = [seed for seed, text in held.items() if text.parameters and can_be_trained(text)]
     assert len(seeds) >= 4

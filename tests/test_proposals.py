@@ -1,4 +1,4 @@
-"""Meshes beside each other: what a step of one batch takes on each."""
+"""Compares meshes by the time of a step with one batch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
         "{'dp': 3, 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
     }
     assert found[0].fits
-    for mesh in ("dp=6", "dp=3, tp=2"):  # once below the table, for both ways to hold weights
+    for mesh in ("dp=6", "dp=3, tp=2"):  # once below the table, for both values of data
         assert str(found).count(f"\n{mesh}: a batch of 4") == 1
 
 
@@ -109,5 +109,5 @@ def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -
 
 
 def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A model and its example inputs."""
+    """Returns a model and its example inputs."""
     return Wide(), (torch.randn(4, 8),)

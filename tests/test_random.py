@@ -1,4 +1,4 @@
-"""Random numbers are the unsharded model's, whichever way values lie in memory and over the ranks."""
+"""Random numbers equal the unsharded model's, for any memory order and any sharding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchshard.testing import CapturedCall, capture, changed_rule, run_ranks
 
 
 class _Draws(nn.Module):
-    """A split value, random numbers, and a row-parallel layer behind."""
+    """A model that draws random numbers after each of two linear layers."""
 
     def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _transposed(h: Tensor) -> Tensor:
 
 
 def _lies_transposed(h: Tensor) -> Tensor:
-    """Contiguous, and computed from what is not: a collective between the two changes the order in memory."""
+    """Draws for a contiguous value of a transposed one; a collective in between changes the memory order."""
     return F.dropout((h.transpose(0, 1) * 2).transpose(0, 1), 0.5)
 
 
@@ -118,7 +118,7 @@ def test_draws_are_the_unsharded_models(
 
 
 class _Image(nn.Module):
-    """Channels last in memory, from convolution to dropout."""
+    """A model in channels-last memory from convolution to dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def test_dropout_of_channels_last_tensors() -> None:
 
 
 def test_a_rule_may_give_up_equality() -> None:
-    """Each rank draws for its slice alone; the check says so."""
+    """With this rule, each rank draws only for its slice, and the check fails."""
     torch.manual_seed(0)
     plan: dict[str, Any] = {"plan": {"up": "column", "down": "row"}, "world_size": 2}
     with changed_rule(torch.ops.aten.dropout.default, lambda call: call.row("... -> ...")):
@@ -164,7 +164,7 @@ def test_a_rule_may_give_up_equality() -> None:
 
 
 class _Elementwise(nn.Module):
-    """Elementwise, so that equal draws give equal bits."""
+    """An elementwise model, so equal draws give equal bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _Elementwise(nn.Module):
 
 
 def _step(model: nn.Module, x: Tensor, recomputed: bool = False) -> Tensor:
-    """A step of SGD, the forward perhaps done again in the backward; the result."""
+    """Makes a step of SGD, perhaps with the forward recomputed in the backward; returns the result."""
     made: Tensor = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
     model.zero_grad()
     made.square().sum().backward()

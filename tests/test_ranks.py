@@ -1,4 +1,4 @@
-"""Real gloo processes: training steps beside the unsharded model, and errors that are the same on every rank."""
+"""Real gloo processes: training matches the unsharded model, and errors are the same on every rank."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ TRAINED = {
     3: ["recurrent", "gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"],
     4: ["gpt", "gqa_1_kv_head", "fused_by_view_5_heads"],
 }
-"""The number of ranks -> models that are trained on as many."""
+"""Number of ranks -> models to train on them."""
 
 
 @nightly(but=["3-fused_by_split_7_heads"])
@@ -81,7 +81,7 @@ def test_training_beside_the_unsharded_model(world_size: int, name: str) -> None
     assert all(r["names"] and r["buffers"] and r["split"] for r in results)
     assert max(r["outputs"] for r in results) < 1e-8
     errors = {n: max(r["parameters"][n] for r in results) for n in results[0]["parameters"]}
-    # Adam divides by the gradient's size: where a gradient is zero on paper (a key bias), its noise is all there is
+    # Adam divides by the gradient's size. If a gradient is zero on paper (a key bias), only its noise remains.
     assert all(e < 1e-8 for n, e in errors.items() if not n.endswith("k.bias")), errors
     for other in results[1:]:
         for n, tensor in results[0]["replicated"].items():
@@ -170,7 +170,7 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
 
 
 class _Embedded(nn.Module):
-    """Computes much before it communicates."""
+    """A model that computes before it communicates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class _Embedded(nn.Module):
 
 
 class _Events(TorchDispatchMode):
-    """Notes products in the list in which comparisons of the ranks are noted too."""
+    """Records matrix products in the list that also records the ranks' comparisons."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()
@@ -276,12 +276,12 @@ def _shapes_and_modes(rank: int) -> list[int]:
 
 @pytest.mark.nightly
 def test_one_graph_per_kind_of_call() -> None:
-    """Sizes vary within a graph; train and eval have one each; a batch of one is a kind of its own."""
+    """A graph serves several sizes; train, eval and a batch of one have separate graphs."""
     assert run_ranks(_shapes_and_modes, 2) == [[1, 1, 2, 2, 2, 3]] * 2
 
 
 def _frozen(rank: int) -> list[float]:
-    """Parameters frozen and thawed after sharding: the graph follows."""
+    """Freezes and thaws parameters after sharding; returns the gradient errors."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     model, x = MLP().double(), torch.randn(3, 12).double()
@@ -302,7 +302,7 @@ def test_frozen_parameters() -> None:
 
 
 def _clipped(rank: int) -> list[tuple[float, float, float]]:
-    """Norm types with split, whole and frozen parameters: (the norm, the unsharded one, largest gradient error)."""
+    """Returns (norm, unsharded norm, largest gradient error) with split, replicated and frozen parameters."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     model = GPT(p=0.0).double()
@@ -327,7 +327,7 @@ def test_clipping_by_the_norm_of_the_whole_model() -> None:
 
 
 def _scaled(rank: int) -> tuple[list[float], float]:
-    """A gradient that overflows in the last rank's slice alone: (largest differences of parameters, the scale)."""
+    """Makes a gradient overflow in only the last rank's slice; returns the parameters' errors and the scale."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     model = MLP()

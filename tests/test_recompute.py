@@ -1,4 +1,4 @@
-"""Values that backward computes again: gradients as ever, fewer bytes saved, nothing sent or drawn twice."""
+"""Recomputation in the backward: equal gradients, fewer saved bytes, collectives and draws not repeated."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from torchshard.testing import (
 )
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
-"""Models, and globs of what is computed again."""
+"""Model -> globs of the modules to recompute."""
 
 
 def _saved(parts: Partition) -> float:
-    """Bytes of what passes from forward to backward, beside parameters, buffers and inputs."""
+    """Returns the bytes saved for the backward, except parameters, buffers and inputs."""
     known = {n.name for n in parts.forward.graph.nodes if n.op == "placeholder"}
     results = {n.name: n for n in parts.forward.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
     return sum(nbytes(results[name].meta["val"]) for name in parts.saved if name in results and name not in known)
@@ -54,7 +54,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
 
 
 class _Checkpointed(GPT):
-    """Its blocks in checkpoints, as PyTorch's tutorials do it."""
+    """A GPT with its blocks in checkpoints, as in PyTorch's tutorials."""
 
     use_reentrant = False
 
@@ -73,7 +73,7 @@ class _Reentrant(_Checkpointed):
 
 
 def _saved_by(call: Callable[[], Any], model: nn.Module) -> tuple[Any, int]:
-    """What a call returns, and the bytes of memory that it saves for backward beside the parameters'."""
+    """Returns a call's result and the bytes that it saves for the backward, except the parameters'."""
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def _saved_by(call: Callable[[], Any], model: nn.Module) -> tuple[Any, int]:
 
 
 def _trained(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[float], int]:
-    """The losses of three steps of SGD, and what the last of them saved."""
+    """Returns the losses of three steps of SGD, and the bytes saved by the last."""
     optimizer, losses, saved = torch.optim.SGD(model.parameters(), 0.1), [], 0
     torch.manual_seed(1)
     for _ in range(3):
@@ -111,7 +111,7 @@ def _hugging_face(checkpointing: bool) -> nn.Module:
 
 
 def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
-    """Largest difference of losses and parameters; bytes saved to those without: sharded, and unsharded."""
+    """Returns the largest error, whether losses are equal, and the ratio of saved bytes, sharded and unsharded."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     ids = torch.randint(0, 97, (4, 16))
@@ -141,7 +141,7 @@ def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "recompute", "hugging face"])
 def test_training_is_the_same_and_saves_less(kind: str) -> None:
-    """Masks are bit for bit those of the graph that keeps all."""
+    """Dropout masks equal those of the graph that keeps all values, bit for bit."""
     for worst, same, ours, theirs in run_ranks(_ratios, 2, kind):
         assert worst < 1e-10 and same
         assert ours < 0.45 and ours < theirs + 0.3
@@ -165,7 +165,7 @@ def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) 
     assert ts.plan(model, recompute=list(paths), **call).recompute == expected
 
 
-# --- limits of memory ------------------------------------------------------------------------------------------------
+# --- memory limits ----------------------------------------------------------------------------------------------------
 
 
 class _Layers(nn.Module):
@@ -185,7 +185,7 @@ SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
 @pytest.mark.nightly
 @pytest.mark.parametrize(("batch", "again"), [(512, True), (2, False)])
 def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
-    """Many activations: layers are computed again, and no more of them than it takes. Many weights: they are split."""
+    """With many activations, just enough layers are recomputed; with many weights, the weights are split."""
     call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(batch, 8),), "machine": SLOW_TO_SEND}
     free = ts.plan(_Layers(), memory="1GiB", **call)
     assert not free.recompute
@@ -234,7 +234,7 @@ class _Stage(nn.Module):
 
 
 class _Stages(nn.Module):
-    """Gives what is computed on the way: a result of a block is an argument of what else the block computes."""
+    """A model that returns a value from within each block, which the rest of the block uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next(rank: int
 
 
 class _ReturnsItsBias(nn.Module):
-    """A bias is masked with a number, and is a result too."""
+    """A model with a bias that is masked with a number, and is a result too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class _ReturnsItsBias(nn.Module):
 
 
 def test_a_step_on_the_meta_device_has_all_gradients() -> None:
-    """PyTorch records none for some ops there: the bias would get that of one use alone."""
+    """On meta, PyTorch records no gradient for some ops: the bias would only get the gradient of one use."""
     steps, estimates = [], []
     for device in ("cpu", "meta"):
         model = _ReturnsItsBias().to(device)

@@ -1,4 +1,4 @@
-"""Equal layers are traced for the first and the last alone, to be planned: the graph is that of a capture of each."""
+"""For plans, only the first and last of equal layers are traced; the graph equals that of a full capture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _captured(model: nn.Module, args: tuple[Any, ...], *, repeating: bool) -> fl
 
 
 def _text(captured: flat.Captured) -> str:
-    """The whole graph, after the writes have become functional, and what it leaves."""
+    """Returns the normalized graph as text, with facts of its nodes and the places where forward leaves tensors."""
     normalize(captured.graph)
     nodes = captured.graph.graph.nodes
     facts = [f"{n.name} {n.meta.get('module')} {n.meta.get('recompute')} {n.meta.get('autocast')}" for n in nodes]
@@ -74,7 +74,7 @@ def test_layers_that_differ_are_traced(name: str) -> None:
 
 
 class Last(Layer):
-    """A layer whose last one is told from the others by what no attribute shows."""
+    """A layer that computes differently as the last one, without an attribute that shows it."""
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return super().forward(x, 0.5 if _is_last(self) else 1.0)
@@ -108,7 +108,7 @@ def test_pytorchs_cache_is_kept_where_most_ops_repeat_an_earlier_one() -> None:
 
 @pytest.mark.nightly
 def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python code does in the layers between is not seen, so that it serves for plans alone."""
+    """A capture misses the Python code of skipped layers, so only plans may skip layers."""
     asked: list[bool] = []
     own = flat.captured_flat
 

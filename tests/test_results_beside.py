@@ -1,4 +1,4 @@
-"""A hook on a result that another result depends on sees the whole gradient, or is refused."""
+"""A hook on a result that another result depends on receives the full gradient, or raises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOOKS: dict[str, Watch] = {
 
 
 class _Net(nn.Module):
-    """Its hidden values are a result, as hidden states and logits beside a loss are."""
+    """A model that also returns its hidden values, like hidden states or logits next to a loss."""
 
     def __init__(self, watch: Watch = id) -> None:
         super().__init__()

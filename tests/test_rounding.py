@@ -1,4 +1,4 @@
-"""Faults that rounding hides, and rounding that looks like a fault: wider dtypes tell them apart."""
+"""Faults hidden by rounding, and rounding that looks like a fault: wider dtypes distinguish them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchshard.testing import PlannedCall, capture, collective
 
 
 def _collectives(made: PlannedCall) -> list[tuple[fx.Node, Any]]:
-    """The collectives of a call's graph, each with its row."""
+    """Returns the collectives of a call's graph, each with its row."""
     return [(node, row) for node in made.graph.graph.nodes if (row := collective(node)) is not None]
 
 
 class _OwnDtype(nn.Module):
-    """Makes a tensor of the default dtype, and adds to it what has the input's."""
+    """A model that adds values of the input's dtype to a tensor of the default dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def test_a_model_that_does_not_run_in_the_dtype_of_the_comparison() -> None:
 
 
 class _Narrow(nn.Module):
-    """Computes its largest part in bfloat16, whatever its inputs are."""
+    """A model that computes mostly in bfloat16, for inputs of any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def test_a_fault_smaller_than_rounding_is_seen() -> None:
 
 
 class _OnTheEdge(nn.Module):
-    """Gates that stand at zero: rounding alone opens and closes them."""
+    """A model with gates at zero, which rounding opens and closes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_a_capture_fault_is_not_taken_for_a_flip(dtype: torch.dtype) -> None:
-    """It is in the ranks' graphs and in the one that they are compared with in wider dtypes alike."""
+    """The fault is in the ranks' graphs and also in the graph that they are compared with in wider dtypes."""
     x = torch.rand(3, 6).to(dtype).requires_grad_()
     model = _on_the_edge(x)
     call = capture(model, (x,))
@@ -124,7 +124,7 @@ def test_a_capture_fault_is_not_taken_for_a_flip(dtype: torch.dtype) -> None:
 
 
 class _Scaled(nn.Module):
-    """A scale that is computed without gradients, of which one element is a small part."""
+    """A model with a scale computed without gradients; each element only affects it a little."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
 
 
 class _InfiniteMask(nn.Module):
-    """Attention masked by an infinite number that an op computes, as TimesFM's is."""
+    """Attention with an infinite mask that an op computes, as in TimesFM."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ class _InfiniteMask(nn.Module):
 
 
 def test_an_infinite_mask_hides_no_noise() -> None:
-    """The gradient of a key's bias is noise. Moved by a unit in its last place, an infinite number became NaN."""
+    """A key bias's gradient is noise, measured by moving numbers one ulp; an infinite one became NaN."""
     torch.manual_seed(0)
     plan = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"}
     model = nn.Sequential(_InfiniteMask(), _InfiniteMask())

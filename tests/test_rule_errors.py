@@ -1,4 +1,4 @@
-"""Rules of users that are wrong, and models that fail: whose fault it is."""
+"""Errors for wrong rules of users and for failing models name the cause."""
 
 from __future__ import annotations
 

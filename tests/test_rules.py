@@ -1,7 +1,7 @@
-"""The oracle: every op with a rule runs whole and in parts, under every choice of its row, values and gradients.
+"""The oracle: every op with a rule, unsharded and split by every choice of its row: values and gradients.
 
-Each case is put into a graph of its own (`tests.oracle`) and run by the real passes in lockstep, in float64, on 2 and 3
-ranks: even sizes, uneven ones, ranks with nothing, and at 2 ranks dims that are split as segments and as units.
+Each case is a graph of its own (`tests.oracle`), which the real passes run in lockstep, in float64, on 2 and 3
+ranks: even sizes, uneven ones, empty ranks, and on 2 ranks dims that are split as segments and as units.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_only_these_ops_are_never_split() -> None:
-    """An op whose every case runs whole would prove nothing of its row."""
+    """Cases without a split would not test an op's row."""
     whole = {c.target for c in CASES} - {c.target for c in CASES if c.splits}
     reduce_all = {aten.median.default, aten.nanmedian.default, aten.searchsorted.Scalar}
     assert whole == {c.target for c in CREATION} | reduce_all | {aten.bernoulli.default, aten.native_batch_norm.default}
@@ -70,11 +70,11 @@ def test_only_these_ops_are_never_split() -> None:
 # --- pointwise ops by PyTorch's tag ----------------------------------------------------------------------------------
 
 GIVEN = {"rounding_mode": "floor", "decimals": 1, "max": 0.5, "condition": flags(3, 5), "mask": flags(3, 5)}
-"""Arguments by name; the others by their types."""
+"""Values of arguments by name; other numbers are 2."""
 
 
 def _tagged() -> list[Any]:
-    """Every op that the pointwise rule takes by its tag, and that is not one of PyTorch's own backward formulas."""
+    """Returns all ops of the pointwise rule by tag, except backward formulas and ops with a rule of their own."""
     names = sorted({s.name[6:] for s in torch._C._jit_get_all_schemas() if s.name.startswith("aten::")})
     packets = (getattr(aten, name, None) for name in names)
     ops = (getattr(p, o) for p in packets if p is not None for o in p.overloads())
@@ -82,7 +82,7 @@ def _tagged() -> list[Any]:
 
 
 def _example_call(op: Any, tensor: Any) -> Case:
-    """A call of an op: its tensors are 3 x 5, the last one of several is 5, to be broadcast."""
+    """Returns a call of an op: its tensors are 3 x 5; the last of several is 5, to be broadcast."""
     wanted = [a for a in op._schema.arguments if not a.has_default_value() or a.name in ("max", "rounding_mode")]
     tensors = [a for a in wanted if str(a.type) in ("Tensor", "Optional[Tensor]")]
     args, kwargs = [], {}
@@ -103,7 +103,7 @@ def _runs(call: Case) -> bool:
     try:
         live = [r for r in pytree.tree_leaves(made.target(*made.args, **made.kwargs)) if r.requires_grad]
         torch.autograd.backward([r.sum() for r in live])
-    except (RuntimeError, ValueError):  # not for these dtypes, or not differentiable
+    except (RuntimeError, ValueError):  # unsuitable dtypes, or not differentiable
         return False
     return bool(live) or not any(isinstance(t, Tensor) and t.requires_grad for t in made.args)
 
@@ -131,11 +131,11 @@ def test_ops_by_tag(op: Any) -> None:
             assert report.ok, f"{choice}\n{report}"
 
 
-# --- arguments for which there is no row, and the ones beside them for which there is -------------------------------
+# --- arguments without a row, next to similar ones with a row ---------------------------------------------------------
 
 
 def _call(target: Any, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = (), **args: Any) -> Call:
-    """A Call from the shapes of its tensors, by the schema's names; the result's shape does not matter here."""
+    """Returns a Call from the shapes of its tensors, by the schema's names; the result's shape is arbitrary."""
     kinds = dtypes or (torch.float64,) * len(shapes)
     tensors = [TensorType(s, d) for s, d in zip(shapes, kinds, strict=True)]
     names = [a.name for a in target._schema.arguments]
@@ -150,7 +150,7 @@ def test_boolean_index_has_no_row() -> None:
     assert held is not None and held.text == "a !b, x0 -> a x0"
 
 
-# --- dynamic sizes: the same graphs with a first dim that is only known when it runs --------------------------------
+# --- dynamic sizes: the same graphs with a dynamic first dim ----------------------------------------------------------
 
 DYNAMIC = [
     case(aten.linear.default, None, f(2, 5, 7), T((4, 7))),
@@ -178,7 +178,7 @@ WEIGHTS = {"linear": 1, "layer_norm": (1, 2), "group_norm": (1, 2), "embedding":
 
 
 class DynamicMode(FakeTensorMode):
-    """Every tensor that looks like an activation has a dynamic first dim."""
+    """Makes the first dim dynamic in every tensor that looks like an activation."""
 
     def __init__(self) -> None:
         super().__init__(shape_env=ShapeEnv())
@@ -192,7 +192,7 @@ class DynamicMode(FakeTensorMode):
 
 
 class SixMode(FakeTensorMode):
-    """Every dim of six is dynamic, and all are one size."""
+    """Makes every dim of six dynamic, with one size for all."""
 
     def __init__(self) -> None:
         super().__init__(shape_env=ShapeEnv())
@@ -208,7 +208,7 @@ OF_SIX = {"fakes": SixMode, "divides_dynamic": True}
 
 
 def _of_six(op: Case) -> Iterator[Case]:
-    """The case, and it with all its dims of another size of six in place of that."""
+    """Yields the case with all dims of one size changed to six, for each of its sizes, if that is legal."""
     leaves, spec = pytree.tree_flatten((op.args, dict(op.kwargs)))
     for size in sorted({size for leaf in leaves if isinstance(leaf, T) for size in leaf.shape if size > 1}):
         made = [
@@ -225,13 +225,13 @@ def _is_legal(op: Case) -> bool:
     call = op.call()
     try:
         call.target(*call.args, **call.kwargs)
-    except (RuntimeError, IndexError, ValueError):  # its sizes do not fit one another any more
+    except (RuntimeError, IndexError, ValueError):  # the sizes no longer fit together
         return False
     return True
 
 
 def test_ops_of_a_transformer_split_a_dynamic_dim() -> None:
-    """The test below would pass where nothing is split."""
+    """The next test would also pass without any split, so this one requires splits."""
     wanted = {
         aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int,
         sdpa, aten.embedding.default, aten.add.Tensor, aten.gelu.default, aten.dropout.default, aten.mean.dim,
@@ -256,7 +256,7 @@ def test_a_dynamic_dim_is_split_in_equal_slices(op: Case) -> None:
         for world in (2, 3):
             try:
                 row, found = row_and_choices(changed, world, in_parts=False)
-            except (RuntimeError, NotImplementedError):  # the op itself can't be captured with a dynamic dim there
+            except (RuntimeError, NotImplementedError):  # the op can't be captured with this dynamic dim
                 continue
             for choice in found:
                 if row is not None and choice.splits_dynamic:

@@ -1,4 +1,4 @@
-"""`run_ranks`: each call starts from one state, and one that fails is reported and spoils no other."""
+"""`run_ranks`: every call starts from the same state; a failing call is reported and doesn't affect others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def _state(rank: int) -> dict[str, Any]:
-    """All that a rank could leave to a later one, if both ran in the same process."""
+    """Returns all state that a rank could leave to a later one in the same process."""
     return {
         "rank": (rank, dist.get_rank(), dist.get_world_size()),
         "model-parallel group": tsd.is_initialized(),
@@ -37,7 +37,7 @@ def _state(rank: int) -> dict[str, Any]:
 
 
 def _change(rank: int) -> dict[str, Any]:
-    """Changes all of it; returns what it was before."""
+    """Changes the state that `_state` lists; returns the state before."""
     before = _state(rank)
     tsd.init_process_group(timeout_seconds=1.0)
     tsd.debug(True)

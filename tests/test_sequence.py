@@ -1,4 +1,4 @@
-"""Sequences that are split: norms, dropouts and residuals on slices, for every length that the ranks divide."""
+"""Sequence parallelism: norms, dropouts and residuals on slices, for lengths that are multiples of the ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A GPT whose loss is its first result."""
+    """A GPT that returns its loss first."""
 
     def __init__(self, width: int = 16, heads: int = 4, p: float = 0.1, blocks: int = 2, positions: int = 64) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     plan = ts.plan(model, PINS, world_size=world, example_inputs=(ids, ids), machine="h100x8")
     choices = plan.choices
     on_slices = [name for name, choice in choices.items() if any(str(r) == "S(1)" for r in choice.results)]
-    # per block two norms, two dropouts and two residuals; linear layers between are split by their features
+    # Per block: two norms, two dropouts and two residuals. The linear layers in between are split by features.
     assert sum(name.endswith(("n1", "n2")) for name in on_slices) == 4
     assert sum("dropout" in name for name in on_slices) == 4
     report = ts.check(model, PINS, world_size=world, example_inputs=(ids, ids))
     assert report.ok, str(report)
-    # parts are summed into slices; or, of so few features, what would be multiplied in parts is cut anew before
+    # Partial sums are reduce-scattered; or, with this few features, operands are resplit before the product.
     kinds = {c.name for c in plan.costs.collectives}
     assert "all_gather" in kinds and kinds & {"reduce_scatter", "all_to_all"}, kinds
 
@@ -85,7 +85,7 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=["ours", "hf", "dtensor"])
 def test_norms_that_are_many_ops(word: Any) -> None:
-    """A Llama's norms are products and means; its plan goes through a file, and serves other lengths too."""
+    """A Llama's norms are products and means; its plan is saved and loaded, and serves other lengths too."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -120,7 +120,7 @@ def test_a_module_without_a_sequence_is_refused() -> None:
 
 @pytest.mark.nightly
 def test_the_planner_splits_the_sequence_to_fit() -> None:
-    """And not without need: a plan that fits anyway is for every length."""
+    """The sequence is only split if necessary: a plan that fits without it serves every length."""
     model, x = nn.Sequential(*(Residual(8, 64) for _ in range(2))), torch.randn(8, 64, 64)
     options: dict[str, Any] = {"world_size": 4, "example_inputs": (x,), "machine": "h100x8"}
     roomy = ts.plan(model, "auto", memory="1GiB", **options)
@@ -131,7 +131,7 @@ def test_the_planner_splits_the_sequence_to_fit() -> None:
 
 
 class Residual(nn.Module):
-    """An MLP beside its input, whose values between are small."""
+    """An MLP with a residual, and small values in between."""
 
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Residual(nn.Module):
 
 
 def _worst(model: nn.Module, sharded: ts.ShardedModule, length: int) -> float:
-    """The worst error of a gradient of this rank's slices, after a step with inputs of a length."""
+    """Returns the largest gradient error of this rank's slices, after a step with inputs of a length."""
     for module in (model, sharded):
         torch.manual_seed(5)
         module.zero_grad()
@@ -156,18 +156,18 @@ def _worst(model: nn.Module, sharded: ts.ShardedModule, length: int) -> float:
 
 
 LENGTH = 512
-"""So long that a reduce-scatter and an all-gather take less time than an all-reduce and a scatter."""
+"""Long enough that a reduce-scatter and an all-gather take less time than an all-reduce and a scatter."""
 
 
 def _step_of(plan: dict[str, str], world: int, **options: Any) -> tuple[Partition, tuple[int, int]]:
-    """The graphs of the first rank's step, and how many collectives the plan has forward and backward."""
+    """Returns the first rank's step graphs, and the numbers of forward and backward collectives in the plan."""
     ids = _ids(LENGTH)
     made = capture(_model(positions=LENGTH, **options).bfloat16(), (ids, ids)).plan(plan, world)
     return made.step_graphs(), made.plan.costs.calls
 
 
 def _saved(parts: Partition) -> int:
-    """Bytes of what forward saves; of a view, those of what it is a view of."""
+    """Returns the bytes that forward saves; a view counts as its base."""
     held = set()
     for value in parts.forward.graph.output_node().args[0][len(parts.given) :]:
         while isinstance(value, fx.Node) and getattr(value.target, "is_view", False):
@@ -179,7 +179,7 @@ def _saved(parts: Partition) -> int:
 
 @pytest.mark.nightly
 def test_backward_gathers_again_what_it_needs() -> None:
-    """As Megatron-LM does: a layer saves 34 bytes for each element of the sequence, divided by the ranks."""
+    """As in Megatron-LM, a layer saves 34 bytes per element of the sequence, divided by the number of ranks."""
     width, tokens = 256, 3 * LENGTH
     per_layer = {}
     for name, plan in (("tensor", MEGATRON), ("sequence", NORMS)):
@@ -190,7 +190,7 @@ def test_backward_gathers_again_what_it_needs() -> None:
             assert tuple(counted) == calls
             saved.append(_saved(parts))
         per_layer[name] = (saved[1] - saved[0]) / (tokens * width)
-    # two dropouts save masks of two bytes where Megatron's have one
+    # two dropouts save masks of two bytes; Megatron's have one
     assert per_layer["sequence"] <= (34 + 2) / 8 + 0.1
     assert 10 + 24 / 8 <= per_layer["tensor"] <= 10 + 24 / 8 + 0.6
     names = [n.name for n in parts.backward.graph.nodes if n.name.endswith("all_gather_begun")]
@@ -210,14 +210,14 @@ def test_compiled_steps() -> None:
 
 
 def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
-    """Of each length: how many graphs were captured so far, and the worst error of a gradient."""
+    """Returns (length, number of captured graphs so far, largest gradient error) for each length."""
     model = _model()
     sharded = ts.shard(model, PINS, (_ids(12), _ids(12)))
     found = []
     for length in lengths:
         worst = _worst(model, sharded, length)
         found.append((length, sharded.captures, worst))
-    for name, p in sharded.named_parameters():  # those of a layer came in one message
+    for name, p in sharded.named_parameters():  # a layer's gradients came in one message
         assert p.grad is not None and p.grad.untyped_storage().nbytes() == p.grad.nbytes, name
     assert all(kept.has_step_graphs for kept in kept_graphs(sharded))
     return found
@@ -226,7 +226,7 @@ def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
 @nightly("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_length_on_real_ranks(world: int) -> None:
-    """Lengths that divide share a graph, and so do those that don't; gradients are the unsharded model's."""
+    """Divisible lengths share a graph, and so do the others; gradients are the unsharded model's."""
     for found in run_ranks(_steps, world, [12, 24, 13, 18, 25, 6, world]):
         assert [captures for _, captures, _ in found] == [1, 1, 2, 2, 2, 2, 2]
         assert largest(*(worst for _, _, worst in found)) < 1e-12

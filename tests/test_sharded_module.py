@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - pytest passes fixtures by their names
-"""A sharded module is a module: its attributes, methods, hooks and copies."""
+"""A sharded module behaves as a module: attributes, methods, hooks and copies."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_submodules_cannot_be_called_or_changed(pair: Any) -> None:
 
 
 class _OddNames(nn.Module):
-    """Submodules and a buffer with the names of attributes of ours."""
+    """A model with submodules and a buffer named like attributes of a sharded module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_containers_can_be_looked_through() -> None:
 
 
 class _Unknown(dict[str, Tensor]):
-    """A dict that pytree does not know."""
+    """A dict unknown to pytree."""
 
 
 class _Returns(nn.Module):
@@ -184,7 +184,7 @@ def test_a_result_that_cannot_be_taken_apart_is_refused() -> None:
 
 
 class _Helpful(nn.Module):
-    """A language model with methods of its own, as people write them."""
+    """A language model with typical methods of its own."""
 
     low = False
 
@@ -244,7 +244,7 @@ class _Helpful(nn.Module):
 
 
 def _helped(model: Any, ids: Tensor) -> list[Any]:
-    """What the methods give, in three steps between which they change the model."""
+    """Returns the methods' results in three steps, with changes of the model in between."""
     optimizer, found = model.configure_optimizers(0.1), [model.get_num_params(), model.window, model.name()]
     for change in ("scale", "temperature", "low"):
         setattr(model, change, 3.0 if change != "low" else True)
@@ -280,7 +280,7 @@ def _runs_methods(rank: int) -> tuple[bool, float, list[str]]:
 
 
 def test_the_models_own_methods_run() -> None:
-    """Those that call the model, read its parameters or switch something; those that need a part say what to do."""
+    """Methods that use the model, its parameters or flags run; those that need an unsharded part raise with advice."""
     for same, error, (part, norm, parent, torch_own) in run_ranks(_runs_methods, 2):
         assert same and error < 1e-10
         assert "Embedding within a sharded model can't be called by itself" in part and "forward compute this" in part
@@ -290,7 +290,7 @@ def test_the_models_own_methods_run() -> None:
 
 
 def test_loops_read_forwards_signature_and_may_wrap_it(pair: Any) -> None:
-    """As Hugging Face's Trainer reads labels off the class, and accelerate replaces forward for mixed precision."""
+    """Hugging Face's Trainer reads labels off the class; accelerate replaces forward for mixed precision."""
     model, sharded = pair
     assert inspect.signature(sharded.forward) == inspect.signature(model.forward)
     assert [*inspect.signature(type(sharded).forward).parameters] == ["self", "x", "by"]

@@ -1,4 +1,4 @@
-"""The backend "memory": what ranks of one machine send each other is what gloo would send, and nothing hangs."""
+"""The backend "memory": ranks of one machine exchange the same values as by gloo, and no call hangs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHAPES = ((), (0, 3), (1,), (3, 5), (7, 2, 4), (40_000,))
 
 
 def _in_any_order(rank: int, world: int) -> list[bool]:
-    """Calls of two groups that are under way at once, and end in another order."""
+    """Starts calls of two groups at once, and waits for them in a different order."""
     groups = [None, dist.new_group(backend="memory")]
     tensors = [torch.full((50 + i,), float(i + rank)) for i in range(40)]
     works = [dist.all_reduce(x, group=groups[i % 2], async_op=True) for i, x in enumerate(tensors)]
@@ -47,7 +47,7 @@ def test_calls_under_way_end_in_any_order() -> None:
 
 
 def _not_waited_for(rank: int) -> list[list[float]]:
-    """As many as no ring holds; the last is certain to have ended when the next call has."""
+    """Starts more calls than a ring can store; a barrier then ensures that the earlier calls have ended."""
     found = []
     for i in range(1500):
         x = torch.full((2,), float(rank + i))
@@ -64,7 +64,7 @@ def test_a_call_that_nobody_waits_for_ends_in_a_later_one() -> None:
 
 
 def _polled(rank: int) -> list[list[float]]:
-    """What is said to be complete is there; what is kept, and not waited for, comes too."""
+    """A completed call has its data; a receive that is kept and never waited for completes too."""
     x, received, kept = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(2)
     work = dist.all_reduce(x, async_op=True)
     while not work.is_completed():
@@ -127,7 +127,7 @@ def test_a_wait_that_was_interrupted_goes_on() -> None:
 
 
 def _out_of_step(rank: int) -> list[Any]:
-    """A call that differs, and that nobody waits for, is told by a later wait, and moves no call out of its place."""
+    """If nobody waits for a differing call, a later wait raises; the calls keep their order."""
     dist.all_reduce(torch.ones(3 + rank), async_op=True)
     if rank:
         time.sleep(0.3)
@@ -274,7 +274,7 @@ def test_halves_are_rounded_once() -> None:
     parts = [torch.tensor([256.0]), torch.tensor([1.0]), torch.tensor([1.0])]
     total = torch.empty(1, dtype=torch.bfloat16)
     exchanges.combine(total, [part.bfloat16() for part in parts], dist.ReduceOp(dist.ReduceOp.SUM))
-    assert total == 258  # 257 is none of bfloat16: rounded after each step it would stay 256
+    assert total == 258  # bfloat16 can't represent 257: rounded after each step, the sum would stay 256
 
 
 def _told(call: Callable[[], object]) -> tuple[str, float]:
@@ -288,7 +288,7 @@ def _told(call: Callable[[], object]) -> tuple[str, float]:
 
 def _segments() -> Iterator[Address]:
     own = OwnSegment()
-    yield own.found_at._replace(token="00" * 16)  # the number of another container's process
+    yield own.found_at._replace(token="00" * 16)  # the number of a process in another container
     yield own.found_at._replace(process=1 << 22)
     yield own.found_at._replace(descriptor=0)
 
@@ -311,7 +311,7 @@ def test_all_ranks_hear_that_one_can_not() -> None:
 
 
 def _by_default(rank: int, port: int, backend: str | None, hosts: int) -> list[str]:
-    """The backends of the world, and of this rank's model-parallel and data-parallel groups of two; four ranks."""
+    """Returns the backends of the world and of this rank's model-parallel and data-parallel groups of two."""
     dist.destroy_process_group()
     place = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})

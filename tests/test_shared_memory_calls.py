@@ -1,4 +1,4 @@
-"""Calls through memory give what gloo gives."""
+"""Calls through memory return the results of gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY)
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    """Small integers: their sums are exact in every dtype."""
+    """Returns small integers, which have exact sums in every dtype."""
     return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -42,7 +42,7 @@ def _of_one(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple[
     dist.gather(own, whole, group_dst=1, group=group)
     part = torch.empty_like(own)
     dist.scatter(part, whole, group_src=1, group=group)
-    return [sent, total * int(rank == world - 1), part, *(whole or ())]  # of the others a sum says nothing
+    return [sent, total * int(rank == world - 1), part, *(whole or ())]  # other ranks' sums are undefined
 
 
 def _gathers(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
@@ -60,7 +60,7 @@ def _gathers(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple
 
 
 def _uneven(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """Rank r sends r + s + 1 rows to rank s."""
+    """Sends r + s + 1 rows from rank r to rank s."""
     lengths = [rank + other + 1 for other in range(world)]
     rows = _filled((sum(lengths), *shape), dtype, rank)
     single = torch.empty_like(rows)
@@ -69,7 +69,7 @@ def _uneven(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple[
 
 
 def _messages(group: Any, rank: int, world: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """To the next rank and from the one before, two of a tag and one of another, received in another order."""
+    """Sends three messages with two tags to the next rank; receives them in a different order."""
     sent = [_filled(shape, dtype, 10 * rank + i) for i in range(3)]
     found = [torch.empty_like(x) for x in sent]
     after, before = (rank + 1) % world, (rank - 1) % world
@@ -88,7 +88,7 @@ def _unlike_gloo(rank: int, world: int) -> list[str]:
     for case in CASES:
         for dtype in DTYPES:
             if dtype is torch.bool and case is not _messages:
-                continue  # gloo sums none
+                continue  # gloo doesn't sum bools
             for shape in SHAPES:
                 expected, got = case(gloo, rank, world, dtype, shape), case(None, rank, world, dtype, shape)
                 if not all(map(torch.equal, expected, got)):

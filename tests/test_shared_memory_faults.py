@@ -1,4 +1,4 @@
-"""Ranks that communicate through memory: others' code on it; nothing hangs, nothing is lost."""
+"""The backend "memory": PyTorch's parallel training on it, faults, time-outs and leaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchshard.testing import PATIENCE, run_ranks
 pytestmark = pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY)
 
 
-# --- other people's code on it ---------------------------------------------------------------------------------------
+# --- PyTorch's parallel training on it --------------------------------------------------------------------------------
 
 
 def _mlp() -> nn.Sequential:
@@ -43,7 +43,7 @@ def _mlp() -> nn.Sequential:
 
 
 def _others(rank: int, world: int) -> dict[str, float]:
-    """The largest error of gradients, of training by what PyTorch has for many ranks."""
+    """Returns the largest errors of DDP, FSDP, functional collectives and DTensor."""
     x = torch.randn(2 * world, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     own, whole = x[2 * rank : 2 * rank + 2], _mlp()
     whole(x).square().mean().backward()
@@ -74,7 +74,7 @@ def test_ddp_fully_shard_dtensor_and_functional_collectives_run_on_it(world: int
         assert max(found.values()) < 1e-10, found
 
 
-# --- nothing hangs, nothing is lost ----------------------------------------------------------------------------------
+# --- faults, time-outs and leaks --------------------------------------------------------------------------------------
 
 
 def _differing(rank: int) -> list[str]:
@@ -89,7 +89,7 @@ def _differing(rank: int) -> list[str]:
     ]
     found = [_told(fault)[0] for fault in faults]
     x = torch.ones(2)
-    dist.all_reduce(x)  # a difference that all were told of ends nothing
+    dist.all_reduce(x)  # a difference that all ranks raised doesn't end the group
     return [*found, str(x.tolist())]
 
 
@@ -109,7 +109,7 @@ def _rides(rank: int) -> tuple[list[int], list[str]]:
     x = torch.randn(3, 6, dtype=torch.float64)
     posts = []
     for _ in range(3):
-        for _ in range(2):  # the second call has its graph of the backward
+        for _ in range(2):  # the second call records its backward
             model(x).sum().backward()
         before = group.memory.begun
         y = model(x)
@@ -128,7 +128,7 @@ def _rides(rank: int) -> tuple[list[int], list[str]]:
 def test_what_precedes_a_call_goes_with_its_data() -> None:
     (posts, told), second = run_ranks(_rides, 2, backend="memory")
     assert (posts, told) == second
-    assert posts == [1, 0] * 3  # one sum in forward, none in backward, for the input needs no gradient
+    assert posts == [1, 0] * 3  # one sum in forward; none in backward, since the input needs no gradient
     assert told == [
         "the ranks were called with inputs of the same shape but different values",
         "the ranks were called with different arguments",
@@ -158,7 +158,7 @@ def test_calls_go_on_after_one_that_met_something_else() -> None:
 
 
 def _survives(rank: int, how: signal.Signals, seconds: float) -> tuple[str, float, str]:
-    """What the others are told when a signal comes to rank 1 at some moment of its calls."""
+    """Sends a signal to rank 1 during its calls; returns this rank's error, its seconds and its values."""
     group = dist.new_group(backend="memory", timeout=timedelta(seconds=2 * PATIENCE))
     x = torch.ones(100_000)
     if rank == 1 and not os.fork():
@@ -211,7 +211,7 @@ def test_a_rank_hears_that_another_has_ended_the_group() -> None:
 
 
 def _mappings() -> int:
-    """How many segments this process has mapped; none is open beyond those."""
+    """Returns the number of segments that this process has mapped; if it is 0, none may be open."""
     mapped = Path("/proc/self/maps").read_text().count("memfd:torchshard")
     links = (Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
     opened = sum("memfd:torchshard" in os.readlink(link) for link in links if link.is_symlink())
@@ -237,7 +237,7 @@ def test_the_memory_of_a_group_goes_with_it() -> None:
 
 
 def _pages() -> int:
-    """Bytes of the segments that this process has mapped and that exist."""
+    """Returns the resident bytes of the segments that this process has mapped."""
     lines = Path("/proc/self/smaps").read_text().split("\n")
     names = [i for i, line in enumerate(lines) if "memfd:torchshard" in line]
     return sum(int(next(line for line in lines[i:] if line.startswith("Rss:")).split()[1]) * 1024 for i in names)
@@ -270,7 +270,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Bytes that the C library has given out."""
+    """Returns the bytes that the C library has allocated."""
     asked = ctypes.CDLL(None).mallinfo2
     asked.restype = _Mallinfo
     found = asked()
@@ -298,7 +298,7 @@ def test_memory_stays_flat_over_ten_thousand_steps() -> None:
     for samples in run_ranks(_trains_long, 2, seconds=600, backend="memory"):
         blocks, held, *others = zip(*samples, strict=True)
         for numbers, per_step in ((blocks, 0.1), (held, 10.0)):
-            # the median: a test runner allocates too, once in a while
+            # the median, because a test runner sometimes allocates too
             grown = statistics.median(b - a for a, b in itertools.pairwise(numbers[1:]))
             assert grown < 1000 * per_step
         assert all(len(set(numbers)) == 1 for numbers in others)

@@ -1,4 +1,4 @@
-"""Tensors that share memory, and buffers with gradients: refused, or accepted side by side."""
+"""Tensors that share elements, and buffers with gradients, are refused; disjoint parts of one memory are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.test_errors import X, _raises
 
 
 class _Sharing(MLP):
-    """Holds further tensors, and reads those that `read` gives."""
+    """A model with the tensors that `hold` adds, of which forward uses those that `read` returns."""
 
     def __init__(self, hold: Callable[[Any], Any], read: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ SHARING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
         lambda m: m.before[0],
     ),
 }
-"""What an error says -> the tensors that a model holds, and what forward reads."""
+"""Text of the error -> (function that adds tensors to a model, function that reads them in forward)."""
 
 
 @pytest.mark.parametrize("name", SHARING)

@@ -1,4 +1,4 @@
-"""Sizes that don't divide by the number of ranks: heads, vocabularies, hidden sizes; batches of one, any length."""
+"""Sizes that the ranks don't divide evenly: heads, vocabularies, hidden sizes; batches of one, any length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _check(call: CapturedCall, world: int, *calls: dict[str, Tensor]) -> Planned
 
 
 def _held(made: PlannedCall, name: str) -> list[int]:
-    """How many rows of a weight each rank has."""
+    """Returns each rank's number of rows of a weight."""
     layout, world = made.plan.parameters[name], made.plan.world_size
     assert isinstance(layout, Shard) and layout.dim == 0, f"{name} {layout}"
     rows = torch.arange(made.plan.stored[name].shape[0])
@@ -49,7 +49,7 @@ def _held(made: PlannedCall, name: str) -> list[int]:
 @pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_kv_heads_beside_ranks(kv_heads: int, world: int) -> None:
-    """More ranks than heads of keys, or as many, or a number that does not divide them."""
+    """More ranks than key heads, equally many, or a number that doesn't divide them."""
     made = _check(_llama(6, kv_heads), world, _ids(2, 5, 29))
     layers = [p for name, p in made.plan.parameters.items() if ".mlp." in name]
     assert layers and all(p != ts.I for p in layers)
@@ -58,7 +58,7 @@ def test_kv_heads_beside_ranks(kv_heads: int, world: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("heads, most", [(7, 4), (28, 16)])
 def test_heads_that_eight_ranks_do_not_share_evenly(heads: int, most: int) -> None:
-    """No head is cut in two: seven of them leave the eighth rank without one."""
+    """Heads are never cut in two: with seven heads, the eighth rank has none."""
     made = _check(_llama(heads, heads), 8, _ids(1, 3, 29))
     held = _held(made, "model.layers.0.self_attn.q_proj.weight")
     assert sum(held) == heads * 4 and max(held) == most and all(rows % 4 == 0 for rows in held)
@@ -86,7 +86,7 @@ def test_vocabularies_that_do_not_divide(vocabulary: int, hidden: int, world: in
 @nightly("5-*")
 @pytest.mark.parametrize("head, inner, world", [(5, 13, 2), (3, 7, 3), (5, 13, 4)])
 def test_hidden_sizes_that_do_not_divide(head: int, inner: int, world: int) -> None:
-    """Rotary embeddings want heads of even sizes; this model has none."""
+    """Rotary embeddings need even head sizes; this model has learned positions."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=5 * head, n_inner=inner, n_layer=1, n_head=5, vocab_size=31, n_positions=16, use_cache=False
@@ -108,7 +108,7 @@ def test_a_batch_of_one() -> None:
 
 
 class _Windows(nn.Module):
-    """Four places each, which are put into the batch and taken out of it, as Swin's windows are."""
+    """A model with windows of four places, merged into the batch and split off again, as in Swin."""
 
     def __init__(self) -> None:
         super().__init__()

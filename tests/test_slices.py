@@ -1,4 +1,4 @@
-"""Slices in users' hands: a result of a slice is the slice of the whole's result, or a warning or an error says so."""
+"""Slices in users' code: a result is the slice of the full result, or the call warns or raises."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _from_file(tensor: Tensor) -> Any:
 
 
 def _loaded(tensor: Tensor) -> nn.Linear:
-    """A layer outside of the model, of the slice's shape."""
+    """Returns a layer outside the model that has loaded a slice."""
     layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
     layer.load_state_dict({"weight": tensor.detach()})
     return layer
@@ -115,7 +115,7 @@ def _sharded() -> tuple[Any, torch.optim.Optimizer]:
 
 
 def _said(rank: int) -> tuple[list[str], list[str]]:
-    """What is silent of `TOLD`, and what of `SILENT` is told."""
+    """Returns the functions of `TOLD` that don't warn, and the functions of `SILENT` that do."""
     model, optimizer = _sharded()
     slices = {
         "parameter": lambda: model[0].weight,
@@ -140,7 +140,7 @@ def test_what_reads_across_a_slice_is_told_and_nothing_else() -> None:
         assert not silent and not told, (silent, told)
 
 
-# --- what leaves a process -------------------------------------------------------------------------------------------
+# --- slices that leave a process --------------------------------------------------------------------------------------
 
 
 def _leaves(rank: int, folder: str) -> dict[str, bool]:
@@ -194,7 +194,7 @@ def test_what_leaves_a_process_knows_its_place_or_is_refused(tmp_path: Path) -> 
 
 
 def _kept(rank: int) -> list[bool]:
-    """Whether copies of a slice by `copy.copy` and from a file are as PyTorch's copies of a parameter."""
+    """Returns whether copies of a slice, also from files, behave as PyTorch's copies of a parameter."""
     model, _ = _sharded()
     weight, found = model[0].weight, []
     for made in (copy.copy(weight), _from_file(weight), pickle.loads(pickle.dumps(copy.copy(weight)))):
@@ -240,7 +240,7 @@ def _sent(tensor: Tensor) -> None:
 
 
 def _collected(rank: int) -> list[str]:
-    """The collectives that slices are not refused, or that are refused or told and are right."""
+    """Returns the collectives that accept slices as copies; others must accept slices without a warning."""
     model, _ = _sharded()
     model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
     weight, wrong = model[0].weight, []

@@ -1,4 +1,4 @@
-"""What PyTorch has and people write every day is split with no plan: exact, and nearly all bytes in slices."""
+"""Common PyTorch modules and code are split without a plan: exactly, with nearly all bytes in slices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X, IMAGES, IDS = torch.randn(6, 8).double(), torch.randn(2, 8, 12).double(), tor
 
 
 def _split(model: nn.Module, plan: ts.Plan) -> float:
-    """The part of the parameters' bytes that lies in slices."""
+    """Returns the fraction of the parameters' bytes that is in slices."""
     sizes = {name: p.nbytes for name, p in model.named_parameters()}
     return sum(n for name, n in sizes.items() if plan.parameters.get(name, ts.I) != ts.I) / sum(sizes.values())
 
@@ -32,7 +32,7 @@ def _exact_and_split(model: nn.Module, *args: Any, least: float = 0.9) -> None:
     assert _split(model, ts.plan(model, "auto", world_size=2, example_inputs=args)) >= least
 
 
-# --- weights that are computed ---------------------------------------------------------------------------------------
+# --- computed weights -------------------------------------------------------------------------------------------------
 
 
 def _layers(normed: Callable[[nn.Module], nn.Module], make: Callable[[int, int], nn.Module]) -> nn.Sequential:
@@ -53,7 +53,7 @@ def test_weight_norm_of_convolutions_and_the_older_one() -> None:
     _exact_and_split(older, X)
 
 
-# --- bags ------------------------------------------------------------------------------------------------------------
+# --- embedding bags ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
@@ -62,7 +62,7 @@ def test_embedding_bags(mode: str) -> None:
     _exact_and_split(nn.EmbeddingBag(50, 12, mode=mode, padding_idx=3), IDS.flatten(), torch.tensor([0, 2, 5]))
 
 
-# --- what is drawn, and losses ---------------------------------------------------------------------------------------
+# --- random draws, and losses -----------------------------------------------------------------------------------------
 
 
 class _Mlp(nn.Module):
@@ -75,7 +75,7 @@ class _Mlp(nn.Module):
 
 
 def _drop_path(h: Tensor, x: Tensor) -> Tensor:
-    """Stochastic depth as timm writes it."""
+    """Stochastic depth, as in timm."""
     return x + h * x.new_empty((x.shape[0], 1)).bernoulli_(0.8).div_(0.8)
 
 
@@ -158,14 +158,14 @@ def test_one_graph_of_a_recurrent_layer_for_all_lengths() -> None:
     model = nn.LSTM(8, 6).double()
     made = ts.plan(model, "auto", world_size=2, example_inputs=(torch.randn(3, 4, 8).double(),))
     ahead, back = made.costs.calls
-    assert (ahead, back) == (3 + 3, 3)  # of each step; of the results, whose gradients are there
+    assert (ahead, back) == (3 + 3, 3)  # one per step; one per result, which the backward slices locally
     for steps in (1, 5):
         report = ts.check(model, made, world_size=2, example_inputs=(torch.randn(steps, 2, 8).double(),))
         assert report.ok, str(report)
 
 
 class _Blocks(nn.Module):
-    """Equal layers but for their dropout."""
+    """Layers that are equal except for their dropout."""
 
     def __init__(self, dropouts: Sequence[float]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_lstm_projections_run_whole_and_exact() -> None:
     _exact_and_split(nn.LSTM(8, 6, proj_size=3), torch.randn(3, 4, 8).double(), least=0.0)
 
 
-# --- pinned ----------------------------------------------------------------------------------------------------------
+# --- pins -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style, dim", [("column", 1), ("row", 0)])

@@ -1,4 +1,4 @@
-"""What people do with a sharded model's parameters and state dicts: right, or refused on the rank that does it."""
+"""Common uses of a sharded model's parameters and state dicts are right, or raise on the rank concerned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 
 class Cast(nn.Module):
-    """Computes in the dtypes of its parameters, of which the first layer's may be another, and reads one."""
+    """A model that computes in the dtypes of its parameters, which may differ by layer, and branches on one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Cast(nn.Module):
 
 
 def _cast_data(model: Any) -> None:
-    """As diffusers' `cast_training_params` and peft do."""
+    """Casts by `.data`, as diffusers' `cast_training_params` and peft do."""
     for p in model.up.parameters():
         p.data = p.data.to(torch.float64)
 
@@ -76,12 +76,12 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 
 
 def _casts(rank: int) -> dict[str, float]:
-    """The worst error of a result or a gradient after a cast, and whether a buffer of another shape is refused."""
+    """Returns the largest error of a result or gradient for each cast, and 0 if a buffer of a wrong shape raises."""
     found = {}
     for name, cast in CASTS.items():
         _, sharded = _pair(build=Cast)
         torch.manual_seed(0)
-        model, errors = Cast(), []  # another one: torchshard refers to the parameters of a model that it has sharded
+        model, errors = Cast(), []  # a separate model: the sharded one refers to the parameters of its source
         for step in range(3):
             if step == 1:
                 cast(model)
@@ -156,7 +156,7 @@ def _steps(rank: int) -> dict[str, Any]:
     _loss(sharded).backward()
     found: dict[str, Any] = {"early": refused_input(early.step, "made before ts.shard")}
     _loss(model).backward()
-    early.step()  # it trains the unsharded model beside the sharded one
+    early.step()  # now it trains the unsharded model
     for norm in (2.0, 1.0, float("inf")):
         for clip in (nn.utils.clip_grad_norm_, ts.clip_grad_norm_):
             model, sharded = _pair()
@@ -181,7 +181,7 @@ def _steps(rank: int) -> dict[str, Any]:
 
 
 def _clips(rank: int) -> dict[str, bool]:
-    """Clips gradients of which the last rank has none: five hidden units over four ranks are 2, 2, 1 and 0."""
+    """Clips gradients with an empty slice on the last rank: five hidden units on four ranks are 2, 2, 1 and 0."""
     ts.distributed.init_process_group()
     found = {}
     for norm in (0.0, 1.0, 2.0, float("inf")):
@@ -208,14 +208,14 @@ def test_optimizers_and_clipping() -> None:
 
 
 def _looks_within_steps(rank: int) -> list[int]:
-    """How often the code of slices runs in a step: of PyTorch's, then of a subclass that may have code of its own."""
+    """Returns how often a step runs the code of slices: for two PyTorch optimizers, and for a user's subclass."""
     ts.distributed.init_process_group()
     _, sharded = _pair()
     _loss(sharded).backward()
     looks = list[int]()
     for made in (torch.optim.SGD, torch.optim.AdamW, _Mine):
         step = made(sharded.parameters(), 0.1).step
-        step()  # the first one also marks the new states
+        step()  # the first step also marks the new states
         caller = sys.modules["torchshard.weights.slice_values"].caller
         with mock.patch("torchshard.weights.slice_values.caller", wraps=caller) as asked:
             step()
@@ -229,7 +229,7 @@ def test_pytorchs_optimizers_step_slices_unwatched() -> None:
 
 
 class _Mine(torch.optim.SGD):
-    """Not PyTorch's, but one of its optimizers underneath."""
+    """A user's subclass of a PyTorch optimizer."""
 
 
 class _Unknown(torch.optim.Optimizer):
@@ -237,7 +237,7 @@ class _Unknown(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing."""
+        """Leaves the parameters unchanged."""
 
 
 def _kinds_of_optimizers(rank: int) -> list[bool]:
@@ -247,7 +247,7 @@ def _kinds_of_optimizers(rank: int) -> list[bool]:
     text = "can't step slices of parameters"
     found = [refused_input(torch.optim.Adafactor(sharded.parameters()).step, text)]
     found.append(refused_input(lambda: torch.optim.LBFGS(sharded.parameters()).step(lambda: _loss(sharded)), text))
-    found.append(torch.optim.Adafactor([sharded.down.bias]).step() is None)  # which every rank holds whole
+    found.append(torch.optim.Adafactor([sharded.down.bias]).step() is None)  # the bias is replicated
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         _Mine(sharded.parameters(), 0.1).step()

@@ -1,4 +1,4 @@
-"""Models without memory, and parts of a model that come and go."""
+"""Models without memory, and parts of a model that are added or removed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_memory_may_be_written_in_any_way() -> None:
     ts.distributed.destroy_process_group()
 
 
-# --- parts that come and go ------------------------------------------------------------------------------------------
+# --- parts that are added or removed ----------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "del m.up": lambda m: delattr(m, "up"),

@@ -1,4 +1,4 @@
-"""A rank's forward and backward as two graphs: the gradients that PyTorch's autograd computes of the rank's graph.
+"""A rank's forward and backward graphs compute the gradients of autograd on the rank's graph.
 
 The graphs of all ranks run in lockstep, once under autograd and once as steps, on the same numbers.
 """
@@ -34,7 +34,7 @@ from torchshard.weights.materialize import local_state
 
 
 def _states(made: Program, model: nn.Module) -> list[dict[str, Tensor]]:
-    """Each rank's parameters, buffers and constants, by their paths in the graph; the caller's own copies."""
+    """Returns each rank's parameters, buffers and constants, by their paths in the graph, as new leaves."""
     states = []
     for place in made.mesh.places():
         state = local_state(model, made.held, place)
@@ -50,7 +50,7 @@ def _states(made: Program, model: nn.Module) -> list[dict[str, Tensor]]:
 def _step(
     parts: Sequence[Partition], values: Sequence[Sequence[Any]]
 ) -> tuple[list[list[Any]], list[list[Tensor | None]]]:
-    """Each rank's results, and the gradients of its placeholders."""
+    """Returns each rank's results, and the gradients of its placeholders."""
     record = [lambda node, value, args: value] * len(parts)
     with torch.no_grad():
         made = lockstep.run([p.forward for p in parts], values, record)
@@ -64,12 +64,12 @@ def _step(
 
 
 def sent(module: fx.GraphModule) -> list[str]:
-    """The collectives of a graph that send something, with their dims, in order."""
+    """Returns the collectives that a graph begins, with their dims, in order."""
     return [f"{n.target} {n.args[1:-1]}" for n in module.graph.nodes if isinstance(n.target, Begin)]
 
 
 def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[float, list[Partition]]:
-    """The largest difference of results and gradients between autograd and the graphs of the step."""
+    """Returns the largest difference of results and gradients between autograd and step graphs, and the step graphs."""
     case = captured_case(name)
     made = case.plan(CASES[name].plan, world).program
     if recompute:
@@ -108,9 +108,9 @@ def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[floa
 
 
 SOME = ["mlp_uneven", "attention_7_heads", "fused_by_split", "gpt", "conv", "dense_moe", "writes"]
-"""The models whose graphs are compared on three ranks; `make nightly` compares all."""
+"""Models to compare on three ranks; `make nightly` compares all."""
 WITHOUT = {"recurrent": "steps of a layer"}
-"""Models without a graph of the backward."""
+"""Models without a backward graph -> the reason."""
 
 
 @nightly("conv", "dense_moe", "fused_by_split", "gpt")
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
 
 @pytest.mark.nightly
 def test_a_model_without_values_takes_the_same_memory() -> None:
-    """On the meta device PyTorch records no gradient of some ops, a loss among them."""
+    """On meta, PyTorch records no gradient for some ops, such as losses; the estimate must not change."""
     held = []
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -146,11 +146,11 @@ def test_recordings_are_freed_with_their_graph() -> None:
     assert all(ref() is None for ref in recordings)
 
 
-# --- what runs when --------------------------------------------------------------------------------------------------
+# --- the order of a step ----------------------------------------------------------------------------------------------
 
 
 def _order(module: fx.GraphModule) -> list[str]:
-    """The products and collectives of a graph, in the order in which they run."""
+    """Returns the products and collectives of a graph, in the order in which they run."""
     names = {torch.ops.aten.mm.default: "product", wait: "wait"}
     targets = [n.target for n in module.graph.nodes if n.op == "call_function"]
     return ["begin" if isinstance(t, Begin) else names[t] for t in targets if isinstance(t, Begin) or t in names]
@@ -160,14 +160,14 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
     made = capture(model, (x.requires_grad_(),)).plan({"0": "column", "1": "row", "2": "column"}, 2).program
     backward = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0]).backward
-    # the gradient of 2's input is summed behind the product for 2's weight, that of x behind those of 1 and 0
+    # The sum for 2's input gradient overlaps with the product for 2's weight; the sum for x with those for 1 and 0.
     assert _order(backward) == [
         *("product", "begin", "product", "wait"), *("product", "product", "begin", "product", "product", "wait"),
     ]  # fmt: skip
 
 
 def test_a_value_is_not_kept_for_its_size() -> None:
-    """A mean's backward divides by the number of elements, which forward knows."""
+    """A mean's backward needs the number of elements; it is saved as a number instead of the tensor."""
     model = nn.Sequential(nn.Linear(8, 8), Mean())
     made = capture(model, (torch.randn(4, 8),)).plan({"0": "column"}, 2).program
     saved = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
@@ -175,14 +175,14 @@ def test_a_value_is_not_kept_for_its_size() -> None:
 
 
 class Mean(nn.Module):
-    """Of all elements."""
+    """The mean of all elements."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
 
 
 class _Ordered(nn.Module):
-    """A draw that depends on nothing, after one that depends on a collective."""
+    """A model with an independent random draw after one that depends on a collective."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_draws_are_in_the_order_of_the_recorded_memory() -> None:
 
 
 def _keeps_memory(begin: fx.Node) -> bool:
-    """Whether others read the operand of a collective that takes its memory, or that memory is not the graph's own."""
+    """Whether a collective's operand has other readers, or shares memory with a placeholder."""
     value = begin
     while value is begin or is_view(value):
         value = value.all_input_nodes[0]
@@ -260,7 +260,7 @@ def test_memory_that_others_read_is_not_taken() -> None:
 
 @pytest.mark.nightly
 def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
-    """Sizes are recorded when they are asked for, as one that is a result, behind all else."""
+    """A size that is a result is recorded last, when it is requested, and still belongs to the forward."""
     sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
     ids = torch.randint(48, (2, 5))
@@ -270,7 +270,7 @@ def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
 
 
 def test_a_small_batch_of_a_rank_keeps_the_graph_of_a_convolution(caplog: pytest.LogCaptureFixture) -> None:
-    """PyTorch's choice of a float32 convolution's kernel asks whether the batch has 16 items."""
+    """PyTorch's choice of a float32 convolution kernel depends on whether the batch has 16 items."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(16, 3, 6, 6)
     mesh, data = {"dp": 2, "fs": 2, "tp": 2}, {"dp": "replicate", "fs": "shard"}
@@ -279,7 +279,7 @@ def test_a_small_batch_of_a_rank_keeps_the_graph_of_a_convolution(caplog: pytest
 
 
 class _TwoUses(nn.Module):
-    """The gradient of one result needs a view of what that of the other needs."""
+    """A model with two results; one gradient needs a view of a value that the other gradient needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class _TwoUses(nn.Module):
 
 
 def test_a_backward_of_some_results_takes_what_the_forward_keeps() -> None:
-    """Alone, it would have the view saved, which is computed again where its source is kept."""
+    """By itself, a backward of one result would save the view; given the full step's values, it recomputes the view."""
     local = capture(_TwoUses(), (torch.randn(3, 12),)).plan({"up": "column"}, 2).program.local_graph_of(0)
     (segment,) = (part for part in segments(local) if len(part.results) == 2)
     whole, given = step_graphs(segment.graph), (True, False)

@@ -1,4 +1,4 @@
-"""What people do with results and gradients of a step: as with the unsharded model's."""
+"""Common uses of a step's results and gradients match the unsharded model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.helpers import nightly
 from tests.models import CASES, GPT
 from torchshard.testing import kept_graphs, largest, run_ranks
 
-# --- what people do with results and gradients -----------------------------------------------------------------------
+# --- uses of results and gradients ------------------------------------------------------------------------------------
 
 
 class _Results(nn.Module):
-    """Results of all kinds: used for others, repeated, views, parameters and inputs as they are."""
+    """A model with results of all kinds: intermediate values, repeated ones, views, parameters and inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _twice(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 def _of_gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """A gradient penalty: the forward runs again, with the same masks, and buffers are written to once."""
+    """A gradient penalty: the forward runs again with the same masks, and buffers are written to once."""
     (gradient,) = torch.autograd.grad(model(x.requires_grad_())["loss"], x, create_graph=True)
     gradient.square().sum().backward()
     return [*_gradients(model), x.grad, torch.rand(2)]
@@ -132,7 +132,7 @@ def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor],
     torch.manual_seed(0)
     model = _Results().double()
     sharded = ts.shard(copy.deepcopy(model), {})
-    for call in range(3):  # the first by autograd, the others by graphs
+    for call in range(3):  # the first under autograd, the others by step graphs
         found = []
         for each in (model, sharded):
             torch.manual_seed(call)
@@ -159,7 +159,7 @@ def test_changes_in_place_that_autograd_refuses_are_refused() -> None:
 
 
 def _steps(rank: int) -> tuple[float, bool]:
-    """Steps of SGD: the largest difference from the unsharded model's parameters, and whether graphs ran."""
+    """Makes steps of SGD; returns the largest error of the parameters, and whether step graphs ran."""
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     model = GPT(p=0.1).double()

@@ -1,4 +1,4 @@
-"""Gradients in other orders of memory, kernels that want contiguous memory, and ops that autograd records otherwise."""
+"""Gradients in other memory orders, kernels that need contiguous memory, and ops that autograd records differently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers import nightly
 
 
 class _Turned(nn.Module):
-    """Of its softplus PyTorch's fake gradient lies in memory otherwise than the real one, which has no view."""
+    """PyTorch's fake gradient of this softplus has other strides than the real one, which can't be viewed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
 
 
 class _Image(nn.Module):
-    """Attention leaves channels last, and a convolution of another layer keeps them so."""
+    """Attention leaves channels last in memory, and a convolution of a later layer keeps that order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def test_groups_are_normalized_wherever_they_lie() -> None:
 
 @torch.library.custom_op("tests::read", mutates_args=(), schema="(Tensor x) -> Tensor")
 def _read(x: Tensor) -> Tensor:
-    """As a kernel does that takes memory without gaps, and asks for nothing."""
+    """Reads memory as if it were contiguous, without a check of the strides, as some kernels do."""
     return torch.as_strided(x, x.shape, torch.empty_like(x, memory_format=torch.contiguous_format).stride()).clone()
 
 
@@ -72,7 +72,7 @@ class _Kernel(nn.Module):
 
 
 def test_a_kernel_gets_contiguous_memory() -> None:
-    """What is recorded of one layer does not know how the values of another lie."""
+    """A layer's recording doesn't know the strides of values from other layers."""
     model = nn.Sequential(_Transposed(), _Kernel(), nn.Linear(4, 8))
     ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
 
@@ -80,7 +80,7 @@ def test_a_kernel_gets_contiguous_memory() -> None:
 @nightly("bicubic")
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
 def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> None:
-    """Of an upsampling that is the last op of a part, the last nodes recorded are erased."""
+    """If a segment ends with an upsampling, PyTorch erases the last nodes that it recorded."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2, mode=mode))
     x = torch.randn(2, 3, 6, 6)
@@ -90,14 +90,14 @@ def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> N
 
 
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
-    """`rrelu` leaves its noise in an operand, which is saved for the backward."""
+    """`rrelu` stores its noise in an operand, which is saved for the backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)).train()
     ts.check(model, {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
 
 
 class _Narrow(nn.Module):
-    """What passes from layer to layer is in float32 always."""
+    """A model that always passes float32 values between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_graph_of_the_backward_is_widened_too() -> None:
 
 
 class _Gated(nn.Module):
-    """Layers that each split what they multiply."""
+    """A model of layers that each split the result of a linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_what_layers_split_is_kept_for_each() -> None:
     model, x = _Gated().double(), torch.randn(3, 4, dtype=torch.float64)
     sharded = ts.shard(copy.deepcopy(model), {})
     model(x).square().sum().backward()
-    for _ in range(2):  # under autograd, and by graphs
+    for _ in range(2):  # under autograd, and by step graphs
         sharded.zero_grad()
         sharded(x).square().sum().backward()
         for p, own in zip(model.parameters(), sharded.parameters(), strict=True):

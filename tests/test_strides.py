@@ -1,4 +1,4 @@
-"""How values lie in memory: where it decides a result, the result is that of the unsharded model's strides."""
+"""If strides decide a result, the unsharded model's strides count."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class _Strided(torch.autograd.Function):
-    """Reads a stride of its operand."""
+    """A function that depends on a stride of its operand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -47,12 +47,12 @@ _flat.register_autograd(
 
 
 def _heads(q: Tensor) -> Tensor:
-    """As transposing heads leaves them: of one sample a view, whose first dim is not the first in memory."""
+    """Returns transposed heads: for one sample a view, with a first dim that isn't outermost in memory."""
     return q.view(1, q.shape[1], 4, 2).transpose(1, 2).reshape(4, -1, 2)
 
 
 def _chunks(q: Tensor) -> Tensor:
-    """Overlapping chunks, as Longformer's sliding window makes them."""
+    """Returns overlapping chunks, as in Longformer's sliding window."""
     h = _heads(q)
     return h.as_strided([4, 5, 4, 2], [h.stride(0), h.stride(1) * 2, h.stride(1), h.stride(2)])
 
@@ -92,7 +92,7 @@ def _model(habit: str) -> tuple[Model, Tensor]:
 
 
 def _errors(rank: int) -> dict[str, float]:
-    """The worst error of a result or a gradient in two calls, of each habit."""
+    """Returns each habit's largest error of a result or a gradient in two calls."""
     found = {}
     for habit in HABITS:
         model, x = _model(habit)

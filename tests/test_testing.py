@@ -1,4 +1,4 @@
-"""`torchshard.testing` as its users have it: rules of their own ops, functions on ranks, calls under any plan."""
+"""Tests `torchshard.testing`: rules of users' ops, functions on ranks, calls under any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own attention and transformers: split by heads, with Megatron's collectives, exact for any mask."""
+"""PyTorch's attention and transformers are split by heads, with Megatron's collectives, exactly for any mask."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], list[tuple[Any, ...]], int]] = {
     "attention, a mask for each head": (_Attention, [(X, None, None, _draw(12, 5, 5).detach())], 2),
     "attention, weights of their own": (lambda: _Attention(kdim=WIDTH, vdim=WIDTH), [(X, Y), _sizes(2, 3, 6)], 3),
 }  # fmt: skip
-"""What -> (model, calls that one graph serves, ranks)."""
+"""Case -> (model, calls that one graph serves, ranks)."""
 
 
 @nightly(but=["attention, a mask for each head"])
@@ -121,12 +121,12 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, int]]] = {
     ),
     "decoder": (lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(**LAYER), 2), 2, {"reduce": 6, "copy": 7}),
 }
-"""What -> (model, number of inputs, the collectives of a forward; memory is copied once for all layers)."""
+"""Case -> (model, number of inputs, collectives of a forward). A decoder copies its memory once for all layers."""
 
 
 @functools.cache
 def _captured_stack(kind: str) -> CapturedCall:
-    """A stack on the meta device, captured once for any number of ranks."""
+    """Captures a stack on the meta device, once for all numbers of ranks."""
     build, inputs, _ = STACKS[kind]
     with torch.device("meta"):
         model, x = build(), torch.empty(8, 128, 256).requires_grad_()
@@ -137,5 +137,5 @@ def _captured_stack(kind: str) -> CapturedCall:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("kind", STACKS)
 def test_a_layer_sends_as_much_as_megatrons(kind: str, world_size: int) -> None:
-    """An all-reduce forward for each attention and feed-forward part, and one backward for each copy."""
+    """One forward all-reduce for each attention and feed-forward block, one backward all-reduce for each copy."""
     assert Counter(_captured_stack(kind).plan({}, world_size).collectives()) == STACKS[kind][2]

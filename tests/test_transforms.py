@@ -1,4 +1,4 @@
-"""What forward maps or differentiates by torch.func is recorded as the plain ops that it runs, and split as these."""
+"""Transforms of torch.func in forward are recorded as the plain ops that they run, and split like these."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEATURES, HIDDEN = 5, 8
 
 
 class _Net(nn.Module):
-    """A small network, and what is made of it."""
+    """A small network, with its forward as a function."""
 
     def __init__(self, body: Callable[[_Net, Tensor], Tensor], activation: Callable[[Tensor], Tensor] = torch.tanh):
         super().__init__()
@@ -49,7 +49,7 @@ def _energy(m: _Net, x: Tensor) -> Tensor:
 
 
 def _adapted(m: _Net, x: Tensor) -> Tensor:
-    """One step of MAML."""
+    """Applies a layer after one step of MAML."""
     params = dict(m.up.named_parameters())
     loss = lambda p: functional_call(m.up, p, (x,)).tanh().square().mean()  # noqa: E731
     found = grad(loss)(params)
@@ -57,7 +57,7 @@ def _adapted(m: _Net, x: Tensor) -> Tensor:
 
 
 def _residual(m: _Net, x: Tensor) -> Tensor:
-    """The residual of Poisson's equation, as a network informed by physics has in its loss."""
+    """Computes the residual of Poisson's equation, as in the loss of a physics-informed network."""
     u = lambda t: m.net(m.norm.weight[:FEATURES] * t).sum()  # noqa: E731
     return vmap(lambda t: jacrev(jacrev(u))(t).diagonal().sum())(x) - vmap(u)(x)
 
@@ -95,7 +95,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "sqrt": lambda h: (h * h + 1).sqrt(), "max": lambda h: h * h.amax(-1, keepdim=True),
     "norm": lambda h: h / h.norm(dim=-1, keepdim=True), "layer_norm": lambda h: F.layer_norm(h, h.shape[-1:]),
 }  # fmt: skip
-"""Functions whose derivative PyTorch computes of the result, which it saves without its gradient."""
+"""Functions with a derivative that PyTorch computes from the result, which it saves without its gradient."""
 
 
 @pytest.mark.nightly
@@ -125,7 +125,7 @@ def test_a_forward_mode_that_runs_on_no_fakes_is_refused(body: Callable[[_Net, T
 
 
 class _Ensemble(nn.Module):
-    """As in PyTorch's tutorial on ensembles: the members' weights in one tensor."""
+    """An ensemble with the members' weights in one tensor, as in PyTorch's tutorial."""
 
     def __init__(self, members: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def _trained(rank: int) -> dict[str, float]:
     for name, build in builds.items():
         torch.manual_seed(0)
         model = build().double()
-        # as many rows as members: what holds for four rows is not taken to hold for all
+        # The number of rows equals the number of members here; the graph must not assume that it always does.
         sharded = ts.shard(
             copy.deepcopy(model), "auto", example_inputs=(torch.randn(4, FEATURES, dtype=torch.float64),)
         )

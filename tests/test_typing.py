@@ -1,4 +1,4 @@
-"""What a type checker tells users: typos of public names and of words from closed sets."""
+"""Type checkers report typos in public names and in words from closed sets."""
 
 from __future__ import annotations
 

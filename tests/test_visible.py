@@ -1,4 +1,4 @@
-"""What forward sees beside its arguments: where that changes, a sharded model computes with it as it is now."""
+"""Values that forward reads, other than its arguments: a sharded model uses the current ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Config:
 
 
 class _Slope:
-    """An activation that is an object."""
+    """An activation object."""
 
     def __init__(self) -> None:
         self.slope = 1.0
@@ -62,7 +62,7 @@ def _closure() -> tuple[list[float], Callable[[Tensor], Tensor], Callable[[float
 
 
 class _Sees(nn.Module):
-    """A linear, scaled by everything that a forward can see."""
+    """A linear layer, scaled by every kind of value that a forward can read."""
 
     factor = 1.0
 
@@ -130,13 +130,13 @@ def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     assert torch.equal(before, model(X)) and sharded.captures == 1
     CHANGES[change](sharded)
     if torch.equal(model(X), before):
-        CHANGES[change](model)  # it has one of its own
+        CHANGES[change](model)  # the model has a separate copy
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected), change
     assert sharded.captures == 2 and torch.equal(sharded(X), expected) and sharded.captures == 2
 
 
-# --- code, and less common holders of values -------------------------------------------------------------------------
+# --- code, and less common containers ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(slots=True)
@@ -149,7 +149,7 @@ class _Base:
 
 
 class _Derived(_Base):
-    """Has its value from its base."""
+    """Inherits its value from its base."""
 
 
 class _Doubles:
@@ -188,17 +188,17 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
 
 
 class _Referenced:
-    """Can be referenced weakly."""
+    """A class with objects that can be referenced weakly."""
 
     value = 2.0
 
 
 class _Inherits(_Referenced):
-    """Has its value from its base, until it gets one of its own."""
+    """Inherits its value, until it gets its own."""
 
 
 class _Reads:
-    """Methods that read values whose names the code around them does not mention."""
+    """Methods that read values under names that their callers don't mention."""
 
     of_class = 2.0
 
@@ -224,7 +224,7 @@ class _ReadsItems(dict[str, float]):
 
 
 class _ReadsMissing:
-    """Reads an attribute that it does not have elsewhere."""
+    """Reads an attribute through `__getattr__`."""
 
     def __init__(self) -> None:
         self._values = {"factor": 2.0}
@@ -237,7 +237,7 @@ class _ReadsMissing:
 
 
 class _Trainer:
-    """Its method is a hook."""
+    """Has a method that serves as a hook."""
 
     def __init__(self) -> None:
         self.factor, self.step = 2.0, 0
@@ -382,7 +382,7 @@ HELD: dict[str, tuple[Callable[[], object], Callable[[Tensor], Tensor], Callable
         lambda: os.environ.update(FACTOR="3"),
     ),
 }
-"""What a value is at first, how it is read, and how it changes."""
+"""Case -> (function that sets the first value, function that reads it, function that changes it)."""
 
 
 def _recoded(x: Tensor) -> Tensor:
@@ -390,7 +390,7 @@ def _recoded(x: Tensor) -> Tensor:
 
 
 class _Applies(nn.Module):
-    """Two linears, and a function between them that is no attribute of theirs."""
+    """Two linear layers with a function in between, from the constructor or from the call."""
 
     def __init__(self, body: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
@@ -441,7 +441,7 @@ def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group
 
 
 class _ReadsGlobal:
-    """Its class holds and reads values, which no attribute of its own does."""
+    """A callable that only reads values of its class, and a global."""
 
     factor = 1.0
 
@@ -479,7 +479,7 @@ def test_globals_that_an_argument_reads_count(body: Any, own_process_group: None
 
 
 class _Called(nn.Module):
-    """Calls a method of an argument, or makes an object of it if it is a class."""
+    """Calls a method of an argument; an argument that is a class is instantiated first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,11 +499,11 @@ def test_what_the_class_of_an_argument_holds_counts(scale: Any, own_process_grou
     assert torch.equal(sharded(X, scale), model(X, scale)) and sharded.captures == 3
 
 
-# --- what one kind of call leaves for another ------------------------------------------------------------------------
+# --- state carried from one kind of call to another -------------------------------------------------------------------
 
 
 class _TwoKinds(nn.Module):
-    """Encodes, and decodes what was encoded."""
+    """Stores a value when it encodes, and reads it when it decodes."""
 
     shared: Tensor | None = None
 

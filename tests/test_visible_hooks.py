@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - pytest passes fixtures by their names
-"""What module arguments, hooks, iterators and shared objects hold counts."""
+"""Changes of values in module arguments, hooks, iterators and shared objects take effect."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_a_module_argument_holds_counts(own_process_group: None) -> None:
 
 
 class _Scaling:
-    """A hook that is an object."""
+    """A hook object."""
 
     def __init__(self) -> None:
         self.factor = 2.0
@@ -123,7 +123,7 @@ def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_pro
 
 
 class _Counts:
-    """A class that holds values."""
+    """A class with one value that code reads, and one that it doesn't read."""
 
     factor, step = 2.0, 0
 
@@ -142,7 +142,7 @@ def test_of_a_class_that_code_mentions_only_what_code_reads_counts(
 
 
 class _Collector:
-    """Its method is a hook that keeps an activation."""
+    """Has a hook method that keeps an activation."""
 
     def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self.kept = output

@@ -1,5 +1,5 @@
 # ruff: noqa: F811 - pytest passes fixtures by their names
-"""A change on one rank is an error on all, and no code of a class runs because an object is looked at."""
+"""A change on one rank raises on every rank; a look at an object never runs code of its class."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_change_on_one_rank_is_an_error_on_all() -> None:
 
 
 class _Scaled(nn.Module):
-    """Reads an array of its configuration."""
+    """A model that reads an array of its configuration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,11 +58,11 @@ def test_an_array_of_equal_bytes_and_another_shape_is_another_value() -> None:
     assert torch.equal(sharded(x), model(x))
 
 
-# --- what a class computes when it is read ---------------------------------------------------------------------------
+# --- classes that compute on reads ------------------------------------------------------------------------------------
 
 
 class _Registry(OrderedDict[str, type[nn.Module]]):
-    """Makes a new module at each read, as transformers' `ACT2FN` does."""
+    """Makes a new module at each read, like transformers' `ACT2FN`."""
 
     def __getitem__(self, name: str) -> Any:
         return super().__getitem__(name)()
@@ -72,7 +72,7 @@ ACTIVATIONS = _Registry(relu=nn.ReLU, tanh=nn.Tanh)
 
 
 def _error_beside(sharded: nn.Module, model: nn.Module) -> float:
-    """The largest difference of the output and of every gradient."""
+    """Returns the largest difference of the output and of every gradient."""
     inputs = X.double().requires_grad_(), X.double().requires_grad_()
     outputs = sharded(inputs[0]), model(inputs[1])
     for output in outputs:
@@ -109,14 +109,14 @@ def _noting(base: type, name: str) -> Any:
 
 
 def _touchy(base: type, *names: str) -> type:
-    """A class that notes each call of its methods, which may compute, count or raise."""
+    """Returns a class that records each call of its methods, which may compute, count or raise."""
     noted = [name for name in ("__iter__", "__len__", "__getitem__", "__contains__", *names) if hasattr(base, name)]
     body = {name: _noting(base, name) for name in noted}
     return type(f"_Touchy{base.__name__.title()}", (base,), {**body, "__reduce_ex__": _itself})
 
 
 def _itself(self: Any, protocol: int) -> Any:
-    """How `copy.deepcopy` copies it: not at all."""
+    """Makes `copy.deepcopy` return the object itself."""
     return partial(_the, self), ()
 
 

@@ -1,4 +1,4 @@
-"""Weights go into a sharded model without a rank ever holding more of them than it must."""
+"""Sharding and creating weights: no rank allocates more than it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchshard.testing import on_ranks, run_ranks
 
 
 def _allocated(run: Callable[[], object]) -> tuple[int, int]:
-    """(the most bytes that a function holds on the CPU beside those before it, what it leaves)."""
+    """Returns the most CPU bytes that a function allocates at once, and the bytes that it leaves allocated."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
     total = most = 0
@@ -77,7 +77,7 @@ def test_slices_share_no_memory_with_the_original() -> None:
 
 
 class _Idioms(nn.Module):
-    """What constructors do to their parameters."""
+    """A model with common ways to create and initialise parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _in_half() -> nn.Module:
 
 
 class _DrawsIntoValues(nn.Module):
-    """Its constructor draws into a tensor that was made before."""
+    """A model with a constructor that draws into an existing tensor."""
 
     def __init__(self, given: Tensor) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class _DrawsIntoValues(nn.Module):
 
 
 class _OwnGenerator(nn.Module):
-    """Its constructor draws from a generator of its own, and from the process's."""
+    """A model with a constructor that draws from its own generator, and from the process's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ BUILT: dict[str, Callable[[], nn.Module]] = {
 
 
 def _both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """A model, and the same one lazy."""
+    """Returns a model, and the lazy model of the same seed."""
     torch.manual_seed(3)
     model = build()
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Plans again without the model: from what a plan's file has, the same plan, and others under other constraints."""
+"""Plans again without the model, from a plan's file: the same plan, or others under other constraints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import CASES, MLP
 from tests.test_plans import WRONG_VALUES, _changed, _places
 
 UNWRITTEN = {"recurrent"}
-"""Its graph calls a function that has no name."""
+"""Models with graphs that files can't store: they call a function without a name."""
 QUICK = ["mlp_uneven", "gqa_2_kv_heads", "fused_by_view_5_heads", "conv", "dense_moe", "writes"]
 LLAMA = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -28,7 +28,7 @@ def _mlp(**options: Any) -> ts.Plan:
 
 
 def _again(plan: ts.Plan) -> ts.Plan:
-    """The plan that is made of what the plan's file has."""
+    """Returns the plan made from the contents of a plan's file."""
     return ts.what_if(ts.Plan.from_json(plan.to_json()))
 
 
@@ -140,7 +140,7 @@ def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:
 @nightly("constraints", "facts", "graph")
 @pytest.mark.parametrize("part", ["graph", "multiples", "facts", "constraints", "inputs", "batches"])
 def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
-    """Every third value in turn gone wrong: a plan, or a typed error in four lines."""
+    """Replaces each value by a third of the wrong ones: either a plan results, or a typed error of four lines."""
     body = json.loads(_mlp(world_size=2, plan={"up": "column"}).to_json())
     outcomes = []
     for number, path in enumerate(place for place in _places(body["question"]) if place[0] == part):
@@ -157,7 +157,7 @@ def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
 
 
 def test_nothing_in_a_file_is_run() -> None:
-    """Names are looked up, not evaluated."""
+    """Names in a file are looked up, not evaluated."""
     text = _mlp(world_size=2).to_json()
     for wrong in ("os.system", "builtins.eval.default", "torch.ops.load_library", "aten.linear", "operator.attrgetter",
                   "operator.call", "operator.methodcaller", "_operator.setitem", "operator.iadd"):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Custom autograd functions and gradient hooks are ops of the graph, forward and backward as the model has them."""
+"""Custom autograd functions and gradient hooks become ops of the graph, with the model's forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
 
 class Reversal(Function):
-    """Gradient reversal, of domain-adversarial training."""
+    """Gradient reversal, as in domain-adversarial training."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, alpha: float = 1.0) -> Tensor:
@@ -39,7 +39,7 @@ reverse = Reversal.apply
 
 
 class StraightThrough(Function):
-    """Rounds, and lets the gradient pass."""
+    """Rounds, with a straight-through gradient where |x| < 1."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class StraightThrough(Function):
 
 
 class Several(Function):
-    """Takes a size, a list and a dict; gives two tensors and something else."""
+    """Takes a size, a list and a dict; returns two tensors and None."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, pair: list[Tensor], scale: dict[str, float], y: Tensor) -> Any:
@@ -69,7 +69,7 @@ class Several(Function):
 
 
 class Scan(Function):
-    """A running product with a backward of its own, as state-space models have."""
+    """A linear recurrence with its own backward, as in state-space models."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class Scan(Function):
 
 
 class Noisy(Function):
-    """Draws random numbers in its forward, and uses them in its backward."""
+    """Draws random numbers in the forward, and uses them in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class Noisy(Function):
 
 
 class Recomputed(Function):
-    """Runs modules in its forward and again in its backward, which adds to their gradients: reversible layers."""
+    """Runs modules in the forward and again in the backward, which adds to their gradients, like reversible layers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
@@ -186,7 +186,7 @@ def test_modules_kept_whole_are_exact(body: str, world_size: int) -> None:
 
 
 def test_a_dropped_backward_would_be_seen() -> None:
-    """The gradients that the check compares are those that the function makes."""
+    """The function's own backward determines the gradients that the check compares."""
     model = _Body(BODIES["bound at import"]).double()
     plain = _Body(lambda m, h: h * 1.0).double()
     plain.load_state_dict(model.state_dict())

@@ -1,4 +1,4 @@
-"""Buffers that ops write: statistics, overwritten values, inputs of the caller."""
+"""Buffers that ops write to: statistics, overwritten values, the caller's inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchshard.testing import gradient_error
 
 
 class _RunningMean(nn.Module):
-    """A buffer that is read split, then written."""
+    """A model with a buffer that is read split, then written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_a_write_to_an_input_is_the_callers() -> None:
 
 
 class _Unused(nn.Module):
-    """A norm whose result nobody takes, as in an encoder of which the decoder does not use the last stage."""
+    """A norm with an unused result, as in an encoder with a last stage that the decoder doesn't use."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def _read_between(norm: Any, h: Tensor) -> Tensor:
 
 
 def _frozen_behind(norm: Any, h: Tensor) -> Tensor:
-    """As methods for unlabelled samples do it."""
+    """Normalizes the second half with frozen statistics, as methods for unlabelled samples do."""
     labelled, other = h.chunk(2)
     y = norm.train()(labelled)
     return torch.cat([y, norm.eval()(other)])
@@ -161,7 +161,7 @@ def _frozen_before(norm: Any, h: Tensor) -> Tensor:
     "body", [_read_behind, _read_between, _frozen_behind, _frozen_before], ids=lambda f: f.__name__
 )
 def test_the_gradient_of_what_reads_statistics_that_a_norm_writes(body: Callable[[Any, Tensor], Tensor]) -> None:
-    """Calls with a graph of the backward, as all behind the first one are, beside the unsharded model."""
+    """Compares the first call, and the second, which has a backward graph, with the unsharded model."""
     torch.manual_seed(0)
     model = _Normed(body).double()
     sharded = ts.shard(copy.deepcopy(model), {})

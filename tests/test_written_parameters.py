@@ -1,4 +1,4 @@
-"""Parameters that forward writes to (moving averages, codebooks, clamped weights) are state, as buffers are."""
+"""Parameters that forward writes to (moving averages, codebooks, clamped weights) are state, like buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _values() -> Tensor:
 
 
 class _Average(nn.Module):
-    """The target of BYOL: a moving average of the weights that are trained."""
+    """BYOL's target: a moving average of the trained weights."""
 
     def __init__(self, write: Callable[[list[Tensor], list[Tensor]], object]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Codebook(nn.Module):
 
 
 class _Clamped(nn.Module):
-    """Weights that are normalized, and clamped, before they are used; their gradients are those of the new values."""
+    """Weights are normalized and clamped before use; the gradients belong to the new values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _step(model: nn.Module, x: Tensor) -> None:
 
 
 def _trains(rank: int) -> dict[str, float]:
-    """The largest error of each model after some steps, its weights split, and the batch divided."""
+    """Returns each model's largest error after some steps, with split weights and with a split batch."""
     ts.distributed.init_process_group()
     warnings.simplefilter("ignore")
     found = {}

@@ -54,7 +54,7 @@ def test_a_wrong_rule_is_caught(op: Case, wrong: Any) -> None:
 def _holds(op: Case, choice: Choice) -> bool:
     try:
         return run(op, choice, 2).ok
-    except (ts.RuleError, RuntimeError, IndexError):  # the rule is not the library's
+    except (ts.RuleError, RuntimeError, IndexError):  # a wrong rule may also raise
         return False
 
 
@@ -82,9 +82,9 @@ def test_every_tampered_collective_is_caught(op: Case, name: str) -> None:
 
 
 def _tampered(made: PlannedCall) -> Iterator[tuple[str, fx.GraphModule]]:
-    """The graph with one collective dropped, taken for another, or with other elements of the same number.
+    """Yields the graph with one collective dropped, replaced by another kind, or applied to other elements.
 
-    The order in which a stack of addends is dealt to the ranks makes no difference to their sum.
+    Collectives before a sum over a stack of addends keep their elements, because the sum would not change.
     """
     names = {n.name for n in made.graph.graph.nodes}
     same_shape = {"copy": "all_reduce", "reduce": "all_reduce", "all_reduce": "reduce"}

@@ -1,9 +1,8 @@
-"""The process that the ranks of a test are forked from: it has imported what ranks need and has sharded one model.
+"""The process from which a test's ranks are forked: it has imported their modules and sharded one model.
 
-A rank is a fork, so it starts from the state that this module leaves, whatever an earlier rank changed in its own
-process: nothing has to be reset between two tests, and a rank that dies takes nothing with it. A fork takes
-milliseconds. What it saves is the half second that the first capture takes in a fresh process (lazy imports and the
-caches of torch.export).
+A rank is a fork, so it starts from this module's state, whatever an earlier rank changed in its own process. Tests
+reset nothing, and a rank that dies affects no other. A fork takes milliseconds, and saves the half second of the
+first capture in a fresh process (lazy imports and the caches of torch.export).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ sys.dont_write_bytecode = False  # else each rank compiles the module of its fun
 
 
 def _shard_once() -> None:
-    """Fills the caches of capture, planning and steps, and leaves no other trace."""
-    torch.set_num_threads(1)  # a fork would miss the threads of a pool
+    """Fills the caches of capture, planning and steps, without other effects."""
+    torch.set_num_threads(1)  # a fork doesn't inherit the threads of a pool
     state = torch.get_rng_state()
     x = torch.randn(3, 12)
     model = ts.shard(MLP(), "auto", (x,))
-    if torch.backends.cuda.is_built():  # its autograd has threads, which a fork would miss
+    if torch.backends.cuda.is_built():  # its autograd has threads, which a fork doesn't inherit
         with torch.no_grad():
             model(x)
     else:
-        for _ in range(2):  # the second makes graphs of the backward
+        for _ in range(2):  # the second call makes backward graphs
             model(x).sum().backward()
     ts.distributed.destroy_process_group()
     torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Golden files: what passes and listings print, compared to the letter."""
+"""Golden files: the texts of passes and listings, compared exactly."""
 
 from __future__ import annotations
 

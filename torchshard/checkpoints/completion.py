@@ -28,8 +28,8 @@ _READERS_SECONDS: Final = 5.0
 class _Notes:
     """A key-value store of small files.
 
-    It replaces `FileStore`, whose readers wait forever for the rest of a record if its writer was
-    killed.
+    It replaces `FileStore`, where a killed writer makes readers wait forever for the rest of a
+    record.
     """
 
     def __init__(self, folder: Path) -> None:

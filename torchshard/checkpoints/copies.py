@@ -52,7 +52,7 @@ class Copies:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Nobody takes any more: `put` returns at once."""
+        """Drops the queued copies; from now on `put` returns at once."""
         with self.changed:
             self._is_closed = True
             self._tensors.clear()

@@ -32,7 +32,7 @@ from torchshard.weights.state_slices import StateSlice
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tensor of the checkpoint, of which this rank needs a part."""
+    """A tensor of the checkpoint that this rank reads a part of."""
 
     stored: SlicedTensor
     sharding: Sharding
@@ -164,7 +164,7 @@ def check_counts(kind: str, given: int, saved: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Raises InputError if an optimizer's class or groups of parameters differ from the saved."""
+    """Raises InputError if an optimizer's class or groups of parameters differ from the saved ones."""
     name = type(optimizer).__name__
     what, here, there = "is of another class", name, saved["class"]
     if here == there:

@@ -1,7 +1,7 @@
 """Folder formats of other libraries: which tensors go into which files, under which names.
 
-    transformers   model.safetensors, or several and an index; config.json; names and shapes as its own conversions turn
-                   them back (experts apart, as they were in the file)
+    transformers   model.safetensors, or several and an index; config.json; the library's conversions
+                   revert names and shapes (experts separate, as in the original files)
     peft           adapter_model.safetensors and adapter_config.json of each adapter
     any other      model.safetensors, or several and an index
 

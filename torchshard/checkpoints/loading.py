@@ -61,7 +61,7 @@ def load(
 
     All ranks must call it. The model may have a different plan or number of ranks, or be unsharded.
     Each rank reads only its slices. If a file is missing or damaged, or anything does not fit,
-    nothing is changed. To load only weights into a model without storage, pass the folder to
+    all values stay unchanged. To load only weights into a model without storage, pass the folder to
     `shard(..., weights=folder)`.
 
     Args:

@@ -1,8 +1,8 @@
 """Writes a checkpoint: each rank writes its slices at the same time; a last file makes them valid.
 
-    the ranks agree on an id     folder/data-<id>/ is made; what an earlier save has left half done is removed
-    each writes its file         0-of-2.safetensors, 1-of-2.safetensors, and waits until it is on the disk
-    all have written             checkpoint.json is replaced in one rename, and the data that it named before removed
+    the ranks agree on an id     creates folder/data-<id>/, removes the data of unfinished saves
+    each writes its file         0-of-2.safetensors, 1-of-2.safetensors, synced to disk
+    all have written             replaces checkpoint.json in one rename, removes the superseded data
 
 If a process dies at any moment, the last complete checkpoint remains intact.
 """
@@ -104,7 +104,7 @@ def save(
 
     Each rank writes its slices. All ranks must call it, including those of all replicas under data
     parallelism, and share the folder's file system. An earlier checkpoint in the folder is kept
-    until the new one is complete, so killing a process at any moment loses nothing.
+    until the new one is complete, so a process killed at any moment does not destroy it.
 
     Args:
         folder: created if missing; it contains one checkpoint.

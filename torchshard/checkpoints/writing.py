@@ -64,7 +64,7 @@ def unseen(folder: Path, name: str) -> InputError:
 
 
 def file_name(rank: int, ranks: int, replica: int) -> str:
-    """Returns the name of a rank's file; the first replica's have no replica number."""
+    """Returns the name of a rank's file, without a replica number in the first replica."""
     return f"{rank}-of-{ranks}{f'.{replica}' if replica else ''}.safetensors"
 
 
@@ -108,7 +108,7 @@ class Job:
         """Writes the tensors, and completes the checkpoint with all ranks.
 
         Raises:
-            ShardError: it failed on some rank.
+            ShardError: a rank has failed.
         """
         failure: ShardError | None = None
         try:

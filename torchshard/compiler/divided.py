@@ -1,4 +1,4 @@
-"""A batch that the ranks along an axis divide: what a graph knows of it, and how its parts are planned."""
+"""Splits a batch across the ranks of an axis: marks its sizes in a graph, and plans each rank's shard."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from torchshard.plans.data import AxisPlan
 
 @dataclass(frozen=True)
 class DividedBatch:
-    """An axis that divides the batch, for a graph that is split over other axes already."""
+    """An axis that splits the batch, for a graph that is already split over other axes."""
 
     constraints: Constraints
-    """With the layouts over this axis of parameters, buffers, and the call's tensors that are parts of the batch."""
+    """The constraints over this axis, with layouts of parameters, buffers and batched tensors."""
     inputs: frozenset[str]
-    """The names of the call's tensors that are parts of the batch."""
+    """The names of the call's batched tensors."""
     results: tuple[Layout, ...]
     """The layouts over this axis of the call's results."""
     facts: ModelFacts
@@ -49,14 +49,14 @@ class DividedBatch:
     """How many parts the remaining mesh axes cut this rank's batch into."""
 
     def solve(self, local: fx.GraphModule, first: AxisPlan | None = None) -> PlannedAxis:
-        """Plans this axis for a rank of the earlier axes, by the plan of the rank that it follows where that is legal.
+        """Plans this axis for a rank of the earlier axes, like the rank that it follows where that is legal.
 
         Slices may differ in size, so each rank could find a plan of its own. A collective of an earlier axis would then
         add a full value on one rank to a partial sum on another. A rank with an empty slice may have to compute it
         replicated, and then runs collectives that other ranks do not.
 
         Args:
-            first: the plan of the rank that this one follows, if it follows one.
+            first: the plan of the rank that this one follows, if any.
 
         Raises:
             PlanError: the ranks of an earlier axis' collective would have its operand in different layouts.
@@ -76,7 +76,7 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        # a batch that is one number alone is no dynamic size, and any other size may be equal to it
+        # a static batch size is left out: other sizes may be equal to it by chance
         sizes = {size for size in sizes_in(graph, self.inputs) if isinstance(size, sympy.Expr)}
         divide_batch(graph, sizes, self.results, self.constraints)
         return graph
@@ -139,7 +139,7 @@ def result_layouts_of(graph: fx.GraphModule, batches: Collection[int | sympy.Exp
 
 
 def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | None:
-    """The dim of a value whose size is the batch's, if it has one."""
+    """The dim of a value with the size of the batch, if it has one."""
     sizes = map(size_expr, value.meta["val"].shape)
     return next((dim for dim, size in enumerate(sizes) if size in batches), None)
 
@@ -172,7 +172,7 @@ def sizes_of_dim(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
 def divide_batch(
     graph: fx.GraphModule, batches: Collection[sympy.Expr], results: tuple[Layout, ...], constraints: Constraints
 ) -> None:
-    """Writes into a graph which sizes the ranks divide, and the layouts of parameters, buffers and results."""
+    """Marks in a graph the sizes that ranks split, and the layouts of parameters, buffers and results."""
     graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
         if node.meta["path"] in constraints.layouts:

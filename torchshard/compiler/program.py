@@ -1,7 +1,7 @@
 """Turns a model, constraints and a call into a `Program`: the planned graph with its collectives, for any rank.
 
-`program` is the way through the compiler: capture and normalize (`prepare`), plan (`planning`), rewrite (`passes`). If
-ranks divide the batch over further axes (`divided`), a rank's graph is planned and rewritten again for each.
+`program` runs the compiler: capture and normalize (`prepare`), plan (`planning`), rewrite (`passes`). If further axes
+split the batch (`divided`), a rank's graph is planned and rewritten again for each axis.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from torchshard.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Program:
-    """A captured model with its plan; `passes.localized` makes it one rank's."""
+    """A captured model with its plan; `passes.localized` gives the graph one rank's sizes."""
 
     captured: Captured
-    """The normalized graph, unsharded, and how to call it."""
+    """The normalized, unsharded graph, and the form of its calls."""
     plan: Plan
     graph: fx.GraphModule
-    """The graph with its collectives, global sizes."""
+    """The graph with global sizes and its collectives."""
     divided: bool = False
-    """Whether calls belong to it by whether their sequences, or batches, divide."""
+    """Whether a call's sequence, or batch, must be divisible by the number of ranks exactly if the example's is."""
     batches: tuple[DividedBatch, ...] = ()
-    """The axes over which the ranks divide the batch, beside the graph's own; outermost first."""
+    """The axes that split the batch, without the graph's own axis; outermost first."""
     asked: Question | None = None
     """The question that the plan answers."""
     problems: tuple[PlanningProblem, ...] = ()
-    """The problem that the first rank's plan of each of `axes` solves; before `priced`, that of the first axis only."""
+    """The planning problem of the first rank for each of `axes`; only for the first axis before `priced`."""
     assumed: tuple[sympy.Basic, ...] = ()
     """Guards on sizes that passes have added since the capture; a call that breaks one needs another graph."""
 
@@ -100,11 +100,11 @@ class Program:
         return {} if self.asked is None else self.asked.data()
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
-        """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
+        """Returns whether tensors and numbers satisfy the graph's assumptions about sizes."""
         return self.captured.assumes(values, divided=self.divided, more=self.assumed)
 
     def graph_of(self, number: int) -> fx.GraphModule:
-        """The graph of a rank with the collectives of all axes, its own sizes over all but the last one."""
+        """Returns a rank's graph with the collectives of all axes, and local sizes over all but the last one."""
         return self.along(self._coordinates(number)).graph
 
     def local_graph_of(self, number: int) -> fx.GraphModule:
@@ -161,7 +161,7 @@ class Program:
         return replace(self, plan=plan, problems=problems).with_source().plan
 
     def with_source(self) -> Program:
-        """This program, with a plan whose source it is."""
+        """Returns a copy of this program; the copy is the source of its plan."""
         made = replace(self)
         object.__setattr__(made, "plan", replace(self.plan, source=made))  # each refers to the other
         return made
@@ -171,19 +171,19 @@ class RankGraph(NamedTuple):
     """A rank's graph with its collectives."""
 
     graph: fx.GraphModule
-    """It has global sizes over the axis that is split last."""
+    """A graph with global sizes over the axis that is split last."""
     of_first: list[PlannedAxis]
-    """The first rank's plan of each axis that divides the batch."""
+    """The first rank's plan of each axis that splits the batch."""
 
 
 def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the rank whose plans a rank follows: its first neighbour on the last axis where it is not the first.
+    """Returns the rank that a rank's plans follow: the first one on the last axis where this rank is not the first.
 
     Args:
         numbers: the rank's number on each axis.
 
     Returns:
-        the numbers of the rank that it follows; () for the first rank of all.
+        the numbers of the rank that it follows; () for the very first rank.
     """
     last = max((i for i, number in enumerate(numbers) if number), default=-1)
     return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
@@ -210,7 +210,7 @@ def program(
 
     Args:
         inputs: the layouts of tensors in the arguments that earlier calls wrote, by name; all others are replicated.
-        batches: the layouts of the call's tensors that are parts of a batch, by name.
+        batches: the layouts of the call's batched tensors, by name.
         numbers: the places of integers in the arguments that earlier calls changed.
         replaced: the names of the call's tensors that the call is known to replace by others.
         repeating: as in `capture`.
@@ -240,7 +240,7 @@ def answered(captured: Captured, question: Question) -> Program:
     """Plans a captured call and inserts the collectives.
 
     Raises:
-        InputError, PlanError: as `program`.
+        InputError, PlanError: the arguments do not fit, or no plan does.
     """
     made = _answered(captured, question)
     assumed = guards(fake_mode(captured.graph.graph))[captured.guards :]
@@ -248,7 +248,7 @@ def answered(captured: Captured, question: Question) -> Program:
 
 
 def asked_again(question: Question) -> Program:
-    """Plans a question loaded from a file. The result can be listed and drawn; it has no model to call."""
+    """Plans a question loaded from a file. The result can be listed and drawn; it lacks a model to call."""
     nothing = Leaves((), (), ("", ()), lambda *_: None)
     captured = Captured(question.graph, (), {}, nothing, Changes(), lambda *_, **__: False)
     return answered(captured, question)
@@ -271,10 +271,10 @@ def _answered(captured: Captured, question: Question) -> Program:
     if not constraints.mesh.across:
         divide_batch(graph, sizes.keys(), results, of_batch[0])
         return _planned(captured, facts, of_batch[0])
-    # the other sizes that the last axis' ranks divide: the sequence's, but not the batch's
+    # the ranks of the last axis may split the sequence, but not the batch
     graph.meta["multiples"] = (multiples & sizes_of_dim(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
-        made = _planned(captured, facts, split)  # priced for one rank's part of the batch
+        made = _planned(captured, facts, split)  # priced for one rank's shard of the batch
     names = frozenset(path for path, size in batches_of(graph, batches).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
@@ -293,7 +293,7 @@ def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:
 
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
-    """Plans a captured call that each rank runs on all of the batch, and inserts the collectives."""
+    """Plans a captured call that each rank runs on the full batch, and inserts the collectives."""
     return _planned(captured, ModelFacts.of(model), constraints).with_source()
 
 

@@ -138,7 +138,7 @@ class Group:
 
 
 ALONE = Group(0, 1)
-"""The group of a process that is in none; its level is the initial level of new groups."""
+"""The group of a process without groups; its level is the initial level of new groups."""
 _groups: dict[str, Group] = {}
 """Name -> group, from `init_process_group` to `destroy_process_group`."""
 
@@ -163,7 +163,7 @@ def lookup(name: str) -> Group:
     """Returns the group of a name.
 
     Raises:
-        DistributedError: this process has no such group.
+        DistributedError: this process lacks such a group.
     """
     if name not in _groups:  # checked first, because every collective of a step looks its group up
         found = simulated(name)

@@ -84,7 +84,7 @@ class Transfer:
         """Waits until the message has been sent or received.
 
         Raises:
-            DistributedError: the other rank does something else, or nothing.
+            DistributedError: the other rank does something else, or does not answer.
         """
         self._wait() if self._waiter is None else self._waiter.get()
 

@@ -150,7 +150,7 @@ def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: bool = Fal
     """Returns the sum, `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR` or `BXOR` over the ranks.
 
     The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the
-    others have none. If `x` requires no gradient, fills `x` and returns it, like
+    others are not differentiable. If `x` requires no gradient, fills `x` and returns it, like
     `torch.distributed.all_reduce`.
 
     Args:

@@ -47,7 +47,7 @@ class Ranks:
     data: tuple[Group, ...] = ()
     """The ranks along each data axis, outermost first; empty for a single data axis."""
     axes: tuple[MeshAxis, ...] = ()
-    """The axis of each of `groups`, with the user's name for it and what its ranks hold; () for the names alone."""
+    """The mesh axis of each of `groups`, with the user's name and its use; () for default names."""
 
     @classmethod
     def own(cls) -> Ranks:

@@ -1,1 +1,1 @@
-"""A captured graph and constraints in; the best choices for its ops out."""
+"""Finds the best choices for the ops of a captured graph, under constraints."""

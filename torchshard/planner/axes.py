@@ -1,7 +1,7 @@
-"""Finds which axes of each op the search may split, and in which parts.
+"""Finds the factors of each op that the search may split, and the parts to split them into.
 
-By default it may split the axes that weights bring into the graph, in contiguous parts and in the segments that
-neighbouring ops could use, such as seven heads of eight rows.
+By default the search may split the factors that weights bring into the graph, into contiguous parts and into the
+segments that neighbouring ops could use, such as seven heads of eight rows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
 from torchshard.planner.costs import Op
 
 WEIGHTS = "the weights"
-"""The node to which the dims of weights are joined."""
+"""The node that the dims of weights are joined to."""
 Tensors = Mapping[fx.Node, Sequence[fx.Node | None]]
-"""Op -> its operands and results; None for results that nobody uses."""
+"""Op -> its operands and results; None for unused results."""
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node | None]:
-    """Operands, then results: the node itself, or the getitems of its results (None where nobody takes one)."""
+    """Returns operands, then results: the node itself, or the getitems of its results (None if unused)."""
     if is_tensor(node):
         return [*operands(node), node]
     taken: dict[object, fx.Node] = {user.args[1]: user for user in node.users}
@@ -34,7 +34,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
 
 
 def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Node, list[Shard]]:
-    """The segmented Shards that the ops around a value could use: a weight of 56 rows as seven heads of eight."""
+    """Returns the segmented Shards that ops around a value could use: a weight of 56 rows as seven heads of eight."""
     wanted: dict[fx.Node, list[Shard]] = {}
     ruled = [op for op in ops if op.row is not None]
     for op in (*reversed(ruled), *ruled):
@@ -53,12 +53,12 @@ def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Nod
 
 
 def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
-    """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
+    """Returns, for each op, the factors that weights bring into the graph by products and look-ups.
 
-    They are the connected component of the weights' dims in a graph of (tensor, dim) and (op, axis of its row), in
-    which a dim is joined to each axis that it consists of, and axes that are split together to each other. In
-    `linear(x, w)` the axis `n` comes from `w` alone: it is followed through views, attention and the next `linear`.
-    Batch and sequence of `x` are never reached, even if a table of positions is added.
+    They are the connected component of the weights' dims in a graph of (tensor, dim) and (op, factor of its row).
+    A dim is joined to each factor that it consists of; factors that are split together are joined to each other. In
+    `linear(x, w)` the factor `n` is only in `w`; it is followed through views, attention and the next `linear`. Batch
+    and sequence of `x` are never reached, even if a table of positions is added.
     """
     of_weights, joined = _computed_from_weights(ops, tensors), nx.Graph()
     joined.add_node(WEIGHTS)
@@ -77,7 +77,7 @@ def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
 
 
 def _computed_from_weights(ops: Sequence[Op], tensors: Tensors) -> set[fx.Node]:
-    """The values that depend on parameters alone, such as casts of them."""
+    """Returns the values that depend only on parameters, such as casts of weights."""
     found: set[fx.Node] = set()
     for op in ops:
         inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
@@ -95,7 +95,7 @@ def _joined_dims(op: Op, row: Row, around: Sequence[fx.Node | None]) -> Iterator
 
 
 def brings_axes(op: Op, weights: Sequence[int]) -> bool:
-    """Whether the op's weights have an axis that its other operands have not: `n` of `... k, n k -> ... n`."""
+    """Returns whether an op's weights have a factor that its other operands lack: `n` of `... k, n k -> ... n`."""
     assert op.row is not None
     tensors = [*op.row.operands, *op.row.results]
     joined = {a for dims in tensors for dim in dims if len(dim) > 1 for term in dim for a in term}

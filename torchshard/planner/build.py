@@ -1,4 +1,4 @@
-"""Builds the network of costs of a graph: decisions with their states, and what each two of them cost together."""
+"""Builds the network of costs of a graph: decisions with their states, and the costs of pairs of decisions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("torchshard.planner")
 
 
 def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, fold: bool = True) -> Network:
-    """The network of a graph; with `fold` each run of repeated blocks is there once."""
+    """Builds the network of a graph; `fold` represents a run of repeated blocks by four of them."""
     try:
         keys = constraints.differences(graph)
         keys |= {node: (keys.get(node), "recomputed") for node in graph.nodes if costs.is_recomputed(node)}
@@ -36,13 +36,13 @@ def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, f
 
 
 class _Demand(NamedTuple):
-    """What an op requires of a value, in each of the op's states."""
+    """The layouts in which an op requires a value, in each of the op's states."""
 
     name: str
     """The decision of the op."""
     required: list[frozenset[Layout]]
     written: list[Layout | None]
-    """The layout that it writes to."""
+    """The layout in which the op writes to the value, if it does."""
 
 
 class _Builder:
@@ -81,7 +81,7 @@ class _Builder:
         """Adds a parameter or input.
 
         Args:
-            left: the value that a call leaves in its place.
+            left: the value that a call writes in its place.
         """
         states = self.layouts[node]
         name = self.network.add(Decision("stored", *self.folded.first_use(node)), node, states)
@@ -95,14 +95,14 @@ class _Builder:
             self.network.cost((name,), np.zeros(len(states)), held)
 
     def _held(self, node: fx.Node, layout: Layout) -> float:
-        """Bytes on the rank that holds the most, under a limit of memory; else on an average rank."""
+        """Returns the bytes on the rank that stores the most; without a memory limit, on an average rank."""
         value = Value.of(node)
         if self.constraints.per_parameter is not None:
             return value.held(layout, self.ranks)
         return value.nbytes / self.ranks if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
-        """How many times a placeholder's bytes count in the budget."""
+        """Returns the factor with which a placeholder's bytes count in the budget."""
         if self.constraints.per_parameter is None:
             return float(is_weight(node))
         return self.constraints.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
@@ -110,7 +110,7 @@ class _Builder:
     # --- values ------------------------------------------------------------------------------------------------------
 
     def _produced(self, node: fx.Node) -> tuple[str, list[Layout]]:
-        """The decision about the layout of a value, and the layout in each of its states."""
+        """Returns the decision about a value's layout, and the layout in each of its states."""
         if node.op == "placeholder":
             return name_of("stored", node), self.layouts[node]
         source, index = (node, 0) if is_tensor_op(node) else element_of(node)
@@ -149,13 +149,13 @@ class _Builder:
         return source in self.constraints.pins and self.constraints.pins[source].style.whole_result
 
     def _conversions(self, node: fx.Node, value: Value, produced: Layout, required: Iterable[Layout]) -> float:
-        """Seconds to give a value all required layouts."""
+        """Returns the seconds to convert a value to all required layouts; FORBIDDEN if that is illegal."""
         steps = self.costs.plan_conversions(value, produced, required)
         if steps is None or any((node, step) in self.constraints.vetoed for step in steps):
             return FORBIDDEN
         seconds = sum(sent.seconds for step in steps for sent in self.costs.sent(value, step))
         if steps and node.op == "placeholder" and isinstance(produced, Shard):
-            # a parameter is stored as it is used; one whose layout is fixed may have to be gathered nevertheless
+            # a parameter is stored as it is used; only a fixed layout may make a gather necessary
             return GATHERED_PARAMETER * seconds if node.meta["path"] in self.constraints.parameters else FORBIDDEN
         return seconds
 
@@ -168,7 +168,7 @@ class _Builder:
         demands: Sequence[_Demand],
         fixed: frozenset[Layout],
     ) -> None:
-        """Adds a decision whose states are the sets of layouts that this value is converted to.
+        """Adds a decision about the set of layouts that this value is converted to.
 
         Every consumer must find the layouts that it requires in the chosen set.
         """
@@ -188,13 +188,13 @@ class _Builder:
 
 
 def _left_again(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """An input -> the value that a call leaves in its place."""
+    """Returns input -> the carried value that a call writes in its place."""
     inputs = {node.meta["path"]: node for node in carried_inputs(graph)}
     return {inputs[n.meta["place"]]: n for n in graph.nodes if is_carried(n) and n.meta["place"] in inputs}
 
 
 def _illegal(produced: Sequence[Layout], demand: _Demand, *, whole: bool) -> Table:
-    """Forbids to write to a value in another layout than it has, or to require slices of one that is pinned whole."""
+    """Forbids writing to a value in a different layout, and slicing a value that is pinned replicated."""
     sliced = [whole and any(isinstance(layout, Shard) for layout in required) for required in demand.required]
     written = demand.written
     illegal = [[s or (w is not None and w != p) for s, w in zip(sliced, written, strict=True)] for p in produced]
@@ -202,7 +202,7 @@ def _illegal(produced: Sequence[Layout], demand: _Demand, *, whole: bool) -> Tab
 
 
 def _unions(fixed: frozenset[Layout], required: Sequence[Sequence[frozenset[Layout]]]) -> list[frozenset[Layout]]:
-    """The sets of layouts that serve all consumers, each in some state; the smallest first."""
+    """Returns the sets of layouts that serve all consumers, each in some state; the smallest first."""
     unions = {fixed}
     for states in required:
         unions = {union | more for union in unions for more in set(states)}
@@ -216,7 +216,7 @@ def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:
 
 
 def _spread_out(states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]) -> Table:
-    """A table over two decisions' states; equal states are priced once, for many are equal."""
+    """Returns a table over two decisions' states; prices equal states once, because many are equal."""
     rows, columns = ({state: place for place, state in enumerate(dict.fromkeys(each))} for each in states)
     small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))
     at = [[places[state] for state in each] for places, each in zip((rows, columns), states, strict=True)]

@@ -1,4 +1,4 @@
-"""Describes runs of repeated blocks in a network of costs: the tables of one block, for the solver to chain."""
+"""Describes runs of repeated blocks in a network of costs: the tables of one block, which the solver chains."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torchshard.planner.repeats import Repetition
 
 
 class UnevenError(Exception):
-    """Blocks of equal structure have different states, because the first and the last have other neighbours."""
+    """Blocks of equal structure have different states, because the first and last have different neighbours."""
 
 
 def chain_of(network: Network, index: int, run: Repetition) -> Chain:
     """Describes the third block of a run, which represents all inner ones.
 
-    The inner tables are those that hold a decision of the third block and none of the last. The decisions of the third
-    block in tables that hold the last too are the chain's exit, and their twins one block earlier are its entry. To
-    chain a block, its entry and exit must have the same states in the same order.
+    The inner tables contain decisions of the third block, but not of the last. Decisions of the third block in tables
+    that also contain the last form the chain's exit; their twins one block earlier form its entry. A block can be
+    chained only if its entry and exit have the same states in the same order.
 
     Raises:
-        UnevenError: they have not, so the blocks are to be planned one by one.
+        UnevenError: the block can't be chained, so the blocks must be planned one by one.
     """
     nodes, block = network.graph.nodes, _blocks(network, index)
     later = _twins(network, [name for name in block if block[name] == 1], run.period)
@@ -40,13 +40,13 @@ def chain_of(network: Network, index: int, run: Repetition) -> Chain:
 
 
 def _blocks(network: Network, index: int) -> dict[str, int]:
-    """The decisions of a run, and which of its four planned blocks each is in."""
+    """Returns decision -> the planned block (0 to 3) that contains it, for the decisions of a run."""
     places = ((name, network.folded.place(position)) for name, position in network.graph.nodes(data="position"))
     return {name: place[1] for name, place in places if place is not None and place[0] == index}
 
 
 def _third_block(network: Network, block: Mapping[str, int]) -> tuple[list[Scope], set[str]]:
-    """The inner tables of a run, and the decisions of the third block in tables that hold the last one too."""
+    """Returns a run's inner tables, and the third block's decisions in tables that contain the last block too."""
     inner, leaving = list[Scope](), set[str]()
     for factor in network.factors:
         blocks = {block.get(name) for name in factor.scope}
@@ -58,7 +58,7 @@ def _third_block(network: Network, block: Mapping[str, int]) -> tuple[list[Scope
 
 
 def _twins(network: Network, names: list[str], period: int) -> dict[str, str]:
-    """Decisions -> those about the same node one block later, where there are any."""
+    """Returns decision -> the decision about the same node one block later, if it exists."""
     nodes = network.graph.nodes
     at = {Decision(data["kind"], data["position"], data["slot"]): name for name, data in nodes(data=True)}
     later = {

@@ -1,5 +1,6 @@
-"""The conversions that a plan's choices make necessary: from the layout in which each value is produced to those in
-which its consumers require it. The plan holds them; `predict` prices them and `passes.insert` inserts them.
+"""The conversions that a plan needs, from a value's produced layout to the layouts that its consumers require.
+
+The plan stores them; `predict` prices them and `passes.insert` inserts them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchshard.planner.costs import CostModel, Value
 
 
 def element_of(node: fx.Node) -> tuple[fx.Node, int]:
-    """(op, number) of the result that a getitem takes."""
+    """Returns the op that a getitem reads, and the number of the selected result."""
     source, index = node.args
     assert node.target is operator.getitem and isinstance(source, fx.Node) and isinstance(index, int)
     return source, index
@@ -39,12 +40,12 @@ class Demand:
 
     @property
     def is_met(self) -> bool:
-        """Whether all of them take it as it is produced."""
+        """Whether all consumers require the produced layout."""
         return all(layout == self.produced for _, layout in self.consumers)
 
 
 def demands_of(graph: fx.Graph, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> list[Demand]:
-    """One for each value that an op or the output takes, in the order of their first consumers."""
+    """Returns a Demand per value that an op or the output reads, in the order of the first consumers."""
     found: dict[fx.Node, Demand] = {}
     for consumer in consumers(graph):
         for node, layout in required_layouts(consumer, choices.get(consumer.name)):
@@ -70,13 +71,14 @@ def conversions_of(
     parameters: Mapping[str, Layout],
     given: Mapping[str, Steps] | None = None,
 ) -> dict[str, Steps]:
-    """Of each value that needs any, by the node's name: those given, else the fastest on the model's machine.
+    """Returns the conversions of each value that needs some, by node name: the given or the fastest ones.
 
     Args:
-        given: a plan's, by name.
+        model: prices conversions that are not given.
+        given: the conversions of an existing plan, by node name.
 
     Raises:
-        PlanError: no conversions lead to what the choices require, or those that are given do not.
+        PlanError: conversions to the required layouts don't exist, or the given ones don't reach them.
     """
     found: dict[str, Steps] = {}
     for demand in demands_of(graph, choices, parameters):
@@ -92,7 +94,7 @@ def conversions_of(
 
 
 def _lacks_gradients(steps: Steps, value: Value, produced: Layout, required: list[Layout]) -> bool:
-    """Whether conversions lead where they should, but for a value's gradient: they were planned for inference."""
+    """Returns whether conversions are legal only without a gradient, because they were planned for inference."""
     legal = partial(are_legal, steps, produced, required)
     return value.needs_grad and not legal(needs_grad=True) and legal(needs_grad=False)
 

@@ -1,6 +1,6 @@
 """Prices of ops and conversions on a machine, in seconds and bytes, forward and backward.
 
-docs/planning.md has the formulas. Sizes are those of the example inputs.
+docs/planning.md has the formulas. Dynamic sizes have the example inputs' values.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """A product within an op: it multiplies and adds once for each point of some axes."""
+    """A product within an op: one multiply-add per point of some factors."""
 
     axes: tuple[str, ...]
     divided: tuple[str, ...] = ()
-    """Axes that have their points shared among them: a rank with half of such an axis has half of the points."""
+    """Factors that the points are divided among, such as experts: a rank with half of one has half of the points."""
 
 
 def _over(*tensors: Sequence[Dim], divided: tuple[str, ...] = ()) -> Product:
@@ -71,42 +71,42 @@ PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(RECURRENCES, _recurrence),
 }  # fmt: skip
-"""Op, or its name where its library may not be there -> the products within it."""
+"""Op, or its name if its library may be missing -> a function from the op's row to its products."""
 WITH_WEIGHTS = {aten.linear.default, aten.mm.default, aten.matmul.default, *CONVOLUTIONS}
-"""The products behind whose weights' gradients a collective is hidden."""
+"""Products with weights: a collective of the input's gradient overlaps with computing the weight's gradient."""
 LOOKUPS = {aten.embedding.default}
-"""Ops that read as much of their table as they give."""
+"""Ops that read only the part of their table that they return."""
 ATTENTION = aten.scaled_dot_product_attention.default
 NOTHING = Sent("none", 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Value:
-    """What costs depend on, of one tensor of the graph."""
+    """The properties of a tensor that costs depend on."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
     needs_grad: bool
     hides: float = 0.0
-    """Floating-point operations of the gradients of the weights that it is multiplied with: a collective of its own
-    gradient runs meanwhile."""
+    """FLOPs of the gradients of the weights that it is multiplied with. They overlap with a collective of its own
+    gradient."""
     gathered_again: frozenset[int] = frozenset()
     """The dims along which backward gathers it again."""
     bucket: Bucket | None = None
-    """With which other gradients its own is summed over the ranks."""
+    """The message that sums its gradient together with others; None for a separate message."""
     summed_dtype: torch.dtype | None = None
-    """The dtype in which its own gradient is summed; None for that of the value."""
+    """The dtype in which its gradient is summed, if it differs from the value's."""
 
     @staticmethod
     def of(node: fx.Node, val: Tensor | None = None) -> Value:
-        """Of a node's one result, or of one of its results."""
+        """Returns the Value of a node's only result, or of `val`, one of its results."""
         val = node.meta["val"] if val is None else val
         return Value(tuple(map(hint, val.shape)), val.dtype, nbytes(val), bool(node.meta.get("needs_grad")))
 
     @staticmethod
     def converted(node: fx.Node) -> Value:
-        """Of a node's one result, which may have to be converted."""
+        """Returns the Value of a node's only result, with the fields that prices of conversions depend on."""
         value = replace(Value.of(node), gathered_again=dims_gathered_again(node, node.users))
         if not value.needs_grad:
             return value
@@ -114,12 +114,12 @@ class Value:
 
     @property
     def gradient(self) -> Value:
-        """Its gradient, as the ranks sum it."""
+        """The gradient, in the dtype in which the ranks sum it."""
         itemsize = self.dtype.itemsize if self.summed_dtype is None else self.summed_dtype.itemsize
         return replace(self, nbytes=self.nbytes * itemsize // self.dtype.itemsize)
 
     def is_bucketed(self, step: ConversionStep) -> bool:
-        """Whether what a conversion sends goes with the gradients, or weights, of others."""
+        """Whether a conversion shares its message with other gradients or weights."""
         if self.bucket is None:
             return False
         if step.name == "all_gather" and self.bucket.gathered is not None:
@@ -127,17 +127,17 @@ class Value:
         return step.name == "copy"
 
     def held(self, layout: Layout, ranks: int) -> float:
-        """Bytes on the first rank, which holds the most."""
+        """Returns the bytes on the first rank, which stores the most."""
         return self.nbytes * largest_share(layout, self.shape, ranks)
 
 
 NO_TENSOR = Value((), torch.int64, 0, False)
-"""A result that is a number, or a list."""
+"""The Value of a result that is a number or a list."""
 
 
 @dataclass(frozen=True)
 class Op:
-    """What costs depend on, of one op of the graph."""
+    """The properties of an op that costs depend on."""
 
     node: fx.Node
     row: Row | None
@@ -146,9 +146,9 @@ class Op:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     sizes: Mapping[str, int]
-    """The size of each axis of the row; of dynamic ones, where a dim has one of them."""
+    """The size of each factor of the row; a dynamic factor needs a dim in which it is the only dynamic one."""
     products: Sequence[Product] = ()
-    """What it multiplies."""
+    """The products that the op computes."""
 
     @staticmethod
     def of(node: fx.Node) -> Op:
@@ -165,24 +165,24 @@ class Op:
 
     @property
     def is_view(self) -> bool:
-        """Whether the result is the operand's memory."""
+        """Whether the result shares the operand's memory."""
         returns = getattr(getattr(self.node.target, "_schema", None), "returns", ())
         return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
     @property
     def backward_ratio(self) -> float:
-        """The backward's work in terms of the forward's."""
+        """The backward's work as a multiple of the forward's."""
         if not self.node.meta.get("needs_grad"):
             return 0.0
         if self.node.target == ATTENTION:
-            return 2.5  # five products in place of two: Dao, "FlashAttention-2" (2023)
+            return 2.5  # five products instead of two: Dao, "FlashAttention-2" (2023)
         if self.products:
             return float(min(sum(value.needs_grad for value in self.operands), 2))
         return 1.0
 
 
 def _weight_gradients(node: fx.Node) -> float:
-    """The floating-point operations of the gradients of the weights that a value is multiplied with."""
+    """Returns the FLOPs of the gradients of the weights that a value is multiplied with."""
     flops = 0.0
     for user in node.users:
         if user.target in WITH_WEIGHTS and any(is_weight(other) for other in operands(user) if other is not node):
@@ -192,7 +192,7 @@ def _weight_gradients(node: fx.Node) -> float:
 
 
 def _sizes(row: Row, tensors: Sequence[Value]) -> dict[str, int]:
-    """The sizes of a row's axes, dynamic ones as some tensors have them."""
+    """Returns the sizes of a row's factors; dynamic ones are read from the tensors' shapes."""
     sizes = {axis: size for axis, size in row.sizes.items() if isinstance(size, int)}
     for dims, value in zip((*row.operands, *row.results), tensors, strict=False):
         for dim, size in zip(dims, value.shape, strict=True):
@@ -209,7 +209,7 @@ class CostModel:
     machine: Machine
     axis: MeshAxis
     recompute: tuple[str, ...] = field(default=(), kw_only=True)
-    """The modules whose values backward computes again."""
+    """The modules with values that backward recomputes."""
     _prices: dict[Value, dict[ConversionStep, float]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
@@ -222,7 +222,7 @@ class CostModel:
     # --- communication -----------------------------------------------------------------------------------------------
 
     def plan_conversions(self, value: Value, produced: Layout, required: Iterable[Layout]) -> Steps | None:
-        """The conversions that give a value all required layouts in the least time, or None where there are none."""
+        """Returns the fastest conversions that give a value all required layouts; None if impossible."""
         key = value, produced, frozenset(required)
         if key not in self._cheapest:
             price = self._price(value)
@@ -240,12 +240,12 @@ class CostModel:
         return price
 
     def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent, Sent]:
-        """What a conversion of a value costs: forward, as its own backward, and again in the backward."""
+        """Returns the costs of a conversion: in forward, of its own backward, and of a repetition in backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
         back = self._sent(backward, value.gradient, target, source)
         if back.nbytes and value.hides:
-            # the schedule begins it before the weights' gradients, and waits for it behind them
+            # the schedule begins it before the weights' gradients, and waits for it after them
             meanwhile = value.hides / self.axis.size / self.machine.flops
             waits = max(back.seconds - meanwhile, self.machine.launch)
             back = replace(back, seconds=waits, hidden=back.seconds - waits)
@@ -255,12 +255,12 @@ class CostModel:
         return there, back, there if is_gathered_again(step, value.gathered_again) else NOTHING
 
     def _beside_others(self, sent: Sent) -> Sent:
-        """A part of a message."""
+        """Returns the cost of one part of a shared message: its bytes, and a share of the latency."""
         by_bytes = sent.nbytes / self.machine.link(self.axis.size)[0]
         return replace(sent, seconds=by_bytes + (sent.seconds - by_bytes) / BUCKETED)
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, str, Sent, Sent]]:
-        """The collectives within a split op's local computation: (name, type, forward, backward)."""
+        """Returns (name, type, forward, backward) of each collective within a split op's local computation."""
         if op.row is None:
             return []
         prices = []
@@ -286,11 +286,11 @@ class CostModel:
     # --- computation -------------------------------------------------------------------------------------------------
 
     def seconds(self, op: Op, choice: Choice) -> float:
-        """What an op takes on the rank that has the most, forward and backward."""
+        """Returns the seconds of an op in forward and backward together, on the rank with the most work."""
         return sum(self.ways(op, choice))
 
     def ways(self, op: Op, choice: Choice) -> tuple[float, float]:
-        """The same, forward and backward apart; what backward computes again is its own."""
+        """Returns the seconds of an op in forward, and in backward including its recomputation."""
         m = self.machine
         if op.is_view:
             work = 0.0
@@ -303,13 +303,13 @@ class CostModel:
         return forward, forward * (self.is_recomputed(op.node) + op.backward_ratio)
 
     def is_recomputed(self, node: fx.Node) -> bool:
-        """Whether backward computes the values of an op again."""
+        """Returns whether backward recomputes the values of an op."""
         if not node.meta.get("needs_grad"):
             return False
         return "recompute" in node.meta or module_around(node.meta.get("module", ""), self.recompute) is not None
 
     def flops(self, op: Op, choice: Choice) -> float:
-        """The floating-point operations of an op's products on the rank that has the most, forward."""
+        """Returns the FLOPs of an op's products in forward, on the rank with the most work."""
         sizes, flops = self._local_sizes(op, choice), 0.0
         for axes, divided in op.products:
             share = _points(divided, sizes) / max(_points(divided, op.sizes), 1)
@@ -317,14 +317,14 @@ class CostModel:
         return flops
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
-        """The sizes of a row's axes on the first rank, which has the most."""
+        """Returns the sizes of a row's factors on the first rank, which has the largest slices."""
         sizes, ranks = dict(op.sizes), self.axis.size
         for axis, parts in choice.axes:
             sizes[axis] = sizes[axis] // ranks if parts == EQUAL else local_size(parts, 0, ranks)
         return sizes
 
     def traffic(self, op: Op, choice: Choice) -> float:
-        """Bytes that an op reads and writes on the rank that has the most, forward."""
+        """Returns the bytes that an op reads and writes in forward, on the rank with the most."""
         results = list(zip(op.results, choice.results, strict=True))
         read = results if op.node.target in LOOKUPS else list(zip(op.operands, choice.operands, strict=True))
         return sum(value.held(layout, self.axis.size) for value, layout in [*read, *results])
@@ -332,7 +332,10 @@ class CostModel:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def saved(self, op: Op, choice: Choice) -> float:
-        """Bytes that autograd keeps for an op's backward, roughly: its operands, unless it is linear in all of them."""
+        """Estimates the bytes that autograd saves for an op's backward.
+
+        It saves floating-point operands that ops compute, unless the op is linear in all operands.
+        """
         linear = op.row.options.linear if op.row is not None else ()
         is_linear = any(len(together) == len(op.inputs) for together in linear)
         if not op.backward_ratio or op.is_view or is_linear or self.is_recomputed(op.node):
@@ -343,12 +346,12 @@ class CostModel:
 
 
 def _points(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """The product of some axes' sizes, of which a row may have made two factors."""
+    """Returns the product of some factors' sizes; the row may have divided one in two, `e` and `e*`."""
     return math.prod(sizes.get(axis, 1) * sizes.get(f"{axis}*", 1) for axis in axes)
 
 
 def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether slices do not lie one after the other in memory, so that they are packed to be sent."""
+    """Returns whether slices are not contiguous in memory, so sending requires packing."""
     if not isinstance(layout, Shard):
         return False
     return math.prod(shape[: layout.dim]) > 1 or (layout.parts is not None and len(layout.parts) > 1)

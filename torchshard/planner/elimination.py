@@ -1,13 +1,12 @@
 """Finds the cheapest assignment of a network of costs: exact min-sum dynamic programming over a tree decomposition.
 
-A variable has as many states as `sizes` says; a factor is a table of costs over a few variables. strs are
-eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up and
-its minimum is taken, which leaves one factor over its neighbours. Each elimination is a bag of a tree decomposition.
-The order takes the variable with the smallest bag first; where that makes a large bag, it competes with the orders of
-networkx.
+`sizes` gives the number of states of each variable; a factor is a table of costs over a few variables. Variables are
+eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that contain a variable are added, and
+the minimum over the variable leaves one factor over its neighbours. Each elimination is a bag of a tree decomposition.
+The variable with the smallest bag is eliminated first; if that makes a large bag, the order competes with networkx's.
 
-Where a bag would be larger than `MAX_TABLE`, its factors are minimized in groups that are not ("mini-buckets"): the
-result is a lower bound, and `Elimination.exact` is False.
+If a bag would be larger than `MAX_TABLE`, its factors are minimized in smaller groups ("mini-buckets"): the result is a
+lower bound, and `Elimination.exact` is False.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ import numpy.typing as npt
 from torchshard.planner.constants import COMPETE, MAX_TABLE
 
 Table = npt.NDArray[np.float64]
-"""One axis per variable of its scope."""
+"""Costs, with one axis per variable of the scope."""
 Scope = tuple[str, ...]
 Sizes: TypeAlias = Mapping[str, int]
-"""The number of states of each variable, in an order by which ties are broken."""
+"""The number of states of each variable; the order of variables breaks ties."""
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """One elimination: the factors (inputs first, then messages in the order they were made) that hold a variable."""
+    """One elimination: the factors (inputs first, then messages in order of creation) that contain a variable."""
 
     variable: str
     groups: tuple[tuple[tuple[int, ...], Scope], ...]
-    """(factors, the variables of their sum, the eliminated one last), one group where the bag is small enough."""
+    """(factors, variables of their sum with the eliminated one last); a single group if the bag is small enough."""
 
 
 def primal_graph(scopes: Iterable[Sequence[str]]) -> nx.Graph:
-    """The graph in which the variables of each factor are neighbours."""
+    """Returns the graph in which the variables of each factor are neighbours."""
     graph = nx.Graph()
     for scope in scopes:
         graph.add_nodes_from(scope)
@@ -50,9 +49,9 @@ def primal_graph(scopes: Iterable[Sequence[str]]) -> nx.Graph:
 
 
 def apart(sizes: Sizes, scopes: Sequence[Scope]) -> list[list[int]]:
-    """The numbers of the scopes of each part that can be solved apart from the others; those of constants come last.
+    """Returns the scopes' numbers for each component that can be solved separately; constant scopes come last.
 
-    The parts are the connected components when variables with one state are taken out.
+    Variables with one state do not connect components.
     """
     free = [tuple(v for v in scope if sizes[v] != 1) for scope in scopes]
     parts = list(nx.connected_components(primal_graph(free)))
@@ -64,12 +63,12 @@ def apart(sizes: Sizes, scopes: Sequence[Scope]) -> list[list[int]]:
 
 
 class _Steps:
-    """Eliminates variables one after the other, on scopes alone."""
+    """Eliminates variables one after the other, on scopes without tables."""
 
     def __init__(self, sizes: Sizes, scopes: Sequence[Scope], limit: int) -> None:
         self.sizes, self.limit = sizes, limit
         self.scopes = dict(enumerate(scopes))
-        """Of the factors, then of the messages."""
+        """The scopes of the factors, then of the messages, by number."""
         self.buckets: list[_Bucket] = []
         self.near = primal_graph(scopes)
         self._holding: dict[str, set[int]] = {v: set() for v in self.near}
@@ -79,21 +78,21 @@ class _Steps:
 
     @property
     def exact(self) -> bool:
-        """Whether no bag was too large."""
+        """Whether every bag was small enough."""
         return all(len(bucket.groups) <= 1 for bucket in self.buckets)
 
     @property
     def entries(self) -> int:
-        """Of all tables."""
+        """The number of entries of all tables."""
         groups = (scope for bucket in self.buckets for _, scope in bucket.groups)
         return sum(math.prod(self.sizes[v] for v in scope) for scope in groups)
 
     def bag(self, variable: str) -> int:
-        """The entries of the table over a variable and its neighbours."""
+        """Returns the number of entries of the table over a variable and its neighbours."""
         return math.prod(self.sizes[v] for v in self.near[variable]) * self.sizes[variable]
 
     def in_order_of_bags(self, variables: Sequence[str]) -> int:
-        """Eliminates these, each time the one with the smallest bag; returns the largest bag."""
+        """Eliminates these variables, always the one with the smallest bag; returns the size of the largest bag."""
         waiting, largest = {v: self.bag(v) for v in variables}, 0
         while waiting:
             variable = min(waiting, key=waiting.__getitem__)
@@ -104,7 +103,7 @@ class _Steps:
         return largest
 
     def eliminate(self, variable: str) -> None:
-        """Takes the minimum over a variable: a message over the others of each group."""
+        """Minimizes over a variable; each group of factors leaves a message over its other variables."""
         groups = []
         for members in self._grouped(sorted(self._holding[variable])):
             union = dict.fromkeys(v for f in members for v in self.scopes[f] if v != variable)
@@ -138,10 +137,10 @@ HEURISTICS = (nx.approximation.treewidth_min_fill_in, nx.approximation.treewidth
 
 
 def decomposed_order(heuristic: Callable[[nx.Graph], Any], near: nx.Graph, keep: Collection[str]) -> list[str]:
-    """An order of all variables but those kept, from a tree decomposition of networkx.
+    """Returns an order of all variables except the kept ones, from a tree decomposition of networkx.
 
-    The tree is rooted at a bag with all that are kept; from its leaves on, each bag eliminates those variables that its
-    parent does not have.
+    The root of the tree is a bag with all kept variables. From the leaves on, each bag eliminates the variables that
+    its parent lacks.
     """
     whole = near.copy()
     whole.add_edges_from(combinations(keep, 2))
@@ -155,7 +154,7 @@ def decomposed_order(heuristic: Callable[[nx.Graph], Any], near: nx.Graph, keep:
 
 
 def _others(sizes: Sizes, scopes: Sequence[Scope], keep: Scope, limit: int) -> Iterator[_Steps]:
-    """The orders of networkx that make no table too large."""
+    """Yields the orders of networkx that keep every table within the limit."""
     for heuristic in HEURISTICS:
         steps = _Steps(sizes, scopes, limit)
         for variable in decomposed_order(heuristic, steps.near, keep):
@@ -165,11 +164,11 @@ def _others(sizes: Sizes, scopes: Sequence[Scope], keep: Scope, limit: int) -> I
 
 
 class Elimination:
-    """An order in which all variables but some are eliminated; it depends on scopes alone, not on costs."""
+    """An order that eliminates all variables except the kept ones; it depends on scopes, not on costs."""
 
     def __init__(self, sizes: Sizes, scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
         self._sizes, self._keep, self._given = sizes, keep, scopes
-        # A variable with one state is in no bag: NumPy's arrays have 64 axes at most.
+        # Bags omit variables with one state, because NumPy's arrays have at most 64 axes.
         self._fixed = dict.fromkeys((v for scope in scopes for v in scope if sizes[v] == 1 and v not in keep), 0)
         free = [tuple(v for v in scope if v not in self._fixed) for scope in scopes]
         steps, kept = _Steps(sizes, free, limit), set(keep)
@@ -181,7 +180,7 @@ class Elimination:
         self._rest = [f for f, scope in self._scopes.items() if not eliminated.intersection(scope)]
 
     def run(self, tables: Sequence[Table]) -> Solved:
-        """Eliminates; `tables` are the factors' costs, in the order of the scopes."""
+        """Runs the elimination on `tables`, the factors' costs in the order of the scopes."""
         held = [
             table.reshape([n for n, v in zip(table.shape, scope, strict=True) if v not in self._fixed])
             for table, scope in zip(tables, self._given, strict=True)
@@ -200,19 +199,19 @@ class Elimination:
 
 @dataclass(frozen=True)
 class Solved:
-    """What an elimination found."""
+    """The result of an elimination."""
 
     order: Elimination
     tables: list[Table]
-    """The factors' costs, then the messages'."""
+    """The tables of the factors, then of the messages."""
 
     @property
     def table(self) -> Table:
-        """The least cost for each state of the kept variables; a bound where the elimination is not exact."""
+        """The least cost for each state of the kept variables; a lower bound if the elimination is not exact."""
         return self.order._sum(self.tables, self.order._rest, self.order._keep)
 
     def decode(self, kept: Mapping[str, int]) -> dict[str, int]:
-        """The cheapest states of all variables, given those of the kept ones."""
+        """Returns the cheapest states of all variables, given the states of the kept ones."""
         states = {**self.order._fixed, **kept}
         for bucket in reversed(self.order._buckets):
             costs: Table = np.zeros(self.order._sizes[bucket.variable])
@@ -225,7 +224,7 @@ class Solved:
 
 
 def aligned(table: Table, scope: Scope, onto: Scope) -> Table:
-    """A table with its axes in the order of `onto`, of size one where it lacks a variable."""
+    """Returns a table with axes in the order of `onto`; an axis of a variable that it lacks has size one."""
     place = {v: i for i, v in enumerate(scope)}
     order = [place[v] for v in onto if v in place]
     shape = [table.shape[place[v]] if v in place else 1 for v in onto]
@@ -233,7 +232,7 @@ def aligned(table: Table, scope: Scope, onto: Scope) -> Table:
 
 
 def chained(left: Table, right: Table) -> Table:
-    """Two tables over (entry, exit, shared) states, one after the other: the least cost over the states between."""
+    """Chains two tables over (entry, exit, shared) states: the minimum over the states between them."""
     best = np.full((left.shape[0], right.shape[1], left.shape[2]), np.inf)
     for middle in range(left.shape[1]):
         np.minimum(best, left[:, None, middle] + right[None, middle], out=best)
@@ -241,7 +240,7 @@ def chained(left: Table, right: Table) -> Table:
 
 
 class Power:
-    """A table over (entry, exit, shared) states, chained `count` times: the exit of one is the entry of the next."""
+    """A table over (entry, exit, shared) states, chained `count` times: each exit is the next entry."""
 
     def __init__(self, table: Table, count: int) -> None:
         self._tables: dict[int, Table] = {1: table}
@@ -254,7 +253,7 @@ class Power:
         return self._tables[count]
 
     def decode(self, entry: int, exit: int, shared: int) -> list[int]:
-        """The states between the links, the entry first and the exit last."""
+        """Returns the states between the links, the entry first and the exit last."""
 
         def between(count: int, start: int, stop: int) -> list[int]:
             if count == 1:
@@ -267,13 +266,13 @@ class Power:
 
 
 class Joined:
-    """One power after another."""
+    """Two powers, chained."""
 
     def __init__(self, first: Power, second: Power) -> None:
         self._first, self._second = first, second
         self.table = chained(first.table, second.table)
 
     def decode(self, entry: int, exit: int, shared: int) -> list[int]:
-        """The states between the links, the entry first and the exit last."""
+        """Returns the states between the links, the entry first and the exit last."""
         middle = int(np.argmin(self._first.table[entry, :, shared] + self._second.table[:, exit, shared]))
         return [*self._first.decode(entry, middle, shared), *self._second.decode(middle, exit, shared)[1:]]

@@ -1,7 +1,7 @@
-"""Finds the collectives that an op runs inside its own computation once it is split, for the cost model to price.
+"""Finds the collectives that a split op runs inside its local computation, for the cost model to price.
 
-A rule says only what a rank then computes. Its replacement is recorded as `passes.localize` records it, and run on fake
-tensors of the first rank's sizes; the collectives in it are read off.
+A rule gives only the replacement that a rank runs. It is recorded as in `passes.localize`, and run on fake tensors of
+the first rank's sizes; its collectives are noted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class InsideCall:
 
     step: ConversionStep
     shape: tuple[int, ...]
-    """The global shape of what is converted."""
+    """The global shape of the converted value."""
     dtype: torch.dtype
     times: int
-    """How often it is called."""
+    """The number of calls."""
 
     @property
     def nbytes(self) -> int:
-        """The size of the whole value in bytes."""
+        """The size of the full value in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -53,7 +53,7 @@ def calls_inside(node: fx.Node, row: Row, choice: Choice, axis: MeshAxis) -> lis
     inputs = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
     record_local(graph, node, functools.partial(replacement, Local(row, choice, coordinate)), args, kwargs)
-    # most replacements only change sizes; to run those too would double the time of planning
+    # most replacements only change sizes; running those too would double the time of planning
     if not any(is_collective(n.target) or isinstance(n.target, Stepwise) for n in graph.nodes):
         return []
     reader = _Reader(graph, axis.size)
@@ -89,7 +89,7 @@ class _Reader(fx.Interpreter):
 
 
 def _collectives(target: object, args: tuple[Argument, ...]) -> Iterator[tuple[object, tuple[Argument, ...], int]]:
-    """Yields the collectives that a node calls, with their arguments, and how often it calls them."""
+    """Yields the collectives that a node calls, with their arguments and the number of calls."""
     if is_collective(target):
         yield target, args, 1
     elif isinstance(target, Stepwise):

@@ -1,7 +1,7 @@
-"""Finds a good assignment of a network of costs whose exact tables would be too large.
+"""Finds a good assignment of a network of costs if its exact tables would be too large.
 
-From an assignment that is possible, one neighbourhood of decisions after the other is freed and solved exactly while
-all else stays, until none gets cheaper (large neighbourhood search: Shaw, 1998). The cost never rises.
+Starting from a possible assignment, it frees one neighbourhood of decisions after the other and solves it exactly while
+all other decisions stay, until the cost stops falling (large neighbourhood search: Shaw, 1998). It never rises.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchshard.planner.elimination import Elimination, Scope, Sizes, Table, pri
 def search_nearby(
     sizes: Sizes, scopes: Sequence[Scope], tables: Sequence[Table], known: Mapping[str, int], limit: int
 ) -> dict[str, int]:
-    """The state of each decision.
+    """Returns a state of each decision.
 
     Args:
-        known: states of some decisions, with which the others can be completed.
-        limit: entries of the largest table that is made.
+        known: possible states of some decisions, to start from.
+        limit: the maximum number of entries of a table.
     """
     near = primal_graph([v for v in scope if sizes[v] > 1] for scope in scopes)
     states = _completed(sizes, scopes, tables, {name: known[name] for name in near if name in known}, limit)
@@ -46,7 +46,7 @@ def search_nearby(
 
 
 def _neighbourhoods(near: nx.Graph) -> Iterator[set[str]]:
-    """The nearest decisions of one after the other, but for those in the nearer half of an earlier neighbourhood."""
+    """Yields the nearest decisions around centres: decisions outside the nearer half of every earlier neighbourhood."""
     covered = set[str]()
     for centre in near:
         if centre not in covered:
@@ -62,7 +62,7 @@ def _cost(scopes: Sequence[Scope], tables: Sequence[Table], states: Mapping[str,
 def _completed(
     sizes: Sizes, scopes: Sequence[Scope], tables: Sequence[Table], fixed: Mapping[str, int], limit: int
 ) -> dict[str, int]:
-    """The cheapest states of the other decisions if their tables are small enough; else possible ones."""
+    """Adds states of the other decisions: the cheapest if their tables are small enough, else possible ones."""
     free = [tuple(v for v in scope if v not in fixed) for scope in scopes]
     rest = [t[tuple(fixed.get(v, slice(None)) for v in s)] for s, t in zip(scopes, tables, strict=True)]
     return {**fixed, **Elimination(sizes, free, limit=limit).run(rest).decode({})}

@@ -1,18 +1,17 @@
-"""The costs of a graph's plans as an `nx.Graph`: a node per decision, an edge per table of what two cost together.
+"""The costs of a graph's plans as an `nx.Graph`: a node per decision, an edge per table of pairwise costs.
 
     op linear               the choice of an op; its seconds, and the bytes that it saves for the backward
     stored up_weight        the layout in which a parameter or input is stored; its bytes
-    value add               for a value that several ops read: its layout, and the other layouts it is converted to, so
-                            that a conversion which several of them share is paid once
-    edge                    the conversions of a value from the layout of one end to that of the other; `FORBIDDEN`
-                            where the two do not go together
+    value add               for a value that several ops read: its layout, and the other layouts that it is converted
+                            to, so a conversion that several ops share is paid once
+    edge                    the conversions of a value from one end's layout to the other's; `FORBIDDEN` if illegal
 
 Data of a node: kind, position and slot (see `Decision`), states, and for each state seconds and nbytes. Data of an
-edge: ends (the decisions of its table's rows and columns), seconds and nbytes. Where nbytes is None, all states take
-none. Nodes and edges have a number: tables are summed in this order, so that rounding breaks ties always alike.
+edge: ends (the decisions of its table's rows and columns), seconds and nbytes. A missing nbytes means zero bytes in all
+states. Nodes and edges have a number: tables are summed in this order, so rounding always breaks ties the same way.
 
-Of a run of N repeated blocks only the first three and the last are built. The third represents all between, by the
-table of least costs from the second to it, which is chained N - 3 times (`Chain`).
+Only the first three blocks and the last of a run of N repeated blocks are built. The third represents all blocks
+between: the table of least costs from the second block to the third is chained N - 3 times (`Chain`).
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ from torchshard.planner.folded import Folded
 from torchshard.planner.repeats import Repetition
 
 State: TypeAlias = Choice | Layout | tuple[Layout, frozenset[Layout]]
-"""Of an op, of a stored tensor, of a value with several readers."""
+"""A state of an op, of a stored tensor, or of a value with several readers."""
 
 
 class Decision(NamedTuple):
-    """What identifies a decision in each block of a run."""
+    """The identity of a decision; in a later block of a run only `position` differs."""
 
     kind: str
-    """'op', 'stored' or 'value'; 'read' in place of 'value' for a parameter or input."""
+    """'op', 'stored' or 'value'; 'read' instead of 'value' for a parameter or input."""
     position: int
-    """Of the op; of a parameter or input, that of the first op that reads it."""
+    """The position of the op; for a parameter or input, of the first op that reads it."""
     slot: int = 0
-    """Which operand of that op it is."""
+    """The number of the parameter or input among the operands of that op."""
 
 
 def name_of(kind: str, node: fx.Node) -> str:
-    """The name of a decision about a planned node."""
+    """Returns the name of a decision about a planned node."""
     return f"{kind} {node.name}"
 
 
@@ -62,26 +61,26 @@ class Factor(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """The inner blocks of a run, all alike."""
+    """The inner blocks of a run, which are equal."""
 
     run: Repetition
     scopes: tuple[Scope, ...]
-    """Of the tables of one block, including those that connect it to the block before."""
+    """The scopes of one block's tables, including tables that connect it to the previous block."""
     entry: Scope
-    """The decisions of the block before in these."""
+    """The decisions of the previous block in these scopes."""
     exit: Scope
-    """The decisions of this block that the next block's tables hold."""
+    """The decisions of this block in the next block's scopes."""
     shared: Scope
-    """The decisions outside the run in these."""
+    """The other decisions in these scopes, outside of both blocks, such as a mask's."""
 
     @property
     def count(self) -> int:
-        """How many blocks it represents."""
+        """The number of blocks that it represents."""
         return self.run.count - 3
 
     @property
     def around(self) -> Scope:
-        """What is left when the inner decisions of a block are eliminated."""
+        """The decisions that remain when a block's inner decisions are eliminated."""
         return (*self.entry, *self.exit, *self.shared)
 
 
@@ -113,13 +112,13 @@ class Network:
         return [Factor(scope, data["seconds"], data["nbytes"]) for scope, data in found]
 
     def node(self, name: str) -> fx.Node:
-        """The op, tensor or value that a decision is about."""
+        """Returns the op, tensor or value that a decision is about."""
         data = self.graph.nodes[name]
         node = self.folded.nodes[data["position"]]
         return node.all_input_nodes[data["slot"]] if data["kind"] in ("stored", "read") else node
 
     def add(self, decision: Decision, node: fx.Node, states: Sequence[State]) -> str:
-        """Adds a decision that costs nothing yet, and returns its name."""
+        """Adds a decision without costs, and returns its name."""
         name = name_of(decision.kind, node)
         costs = {
             "states": list(states),
@@ -131,7 +130,7 @@ class Network:
         return name
 
     def cost(self, scope: Scope, seconds: Table | Sequence[float], nbytes: Table | None = None) -> None:
-        """Adds costs of one decision, or of two together, to what they cost already."""
+        """Adds to the costs of one decision, or of a pair of decisions."""
         table = np.asarray(seconds, dtype=float)
         if len(scope) == 2 and not self.graph.has_edge(*scope):
             self.graph.add_edge(*scope, ends=scope, seconds=table, nbytes=nbytes, number=next(self._numbers))

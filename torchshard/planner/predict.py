@@ -1,4 +1,4 @@
-"""Prices a plan: its collectives one by one, and the computation of each module."""
+"""Prices a plan: each collective, and the computation of each module."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def predict(
     parameters: Mapping[str, Layout],
     conversions: Mapping[str, Steps],
 ) -> tuple[list[Collective], dict[str, float]]:
-    """The collectives of a step, in the order in which they are first needed, and module -> seconds of computation."""
+    """Returns a step's collectives in the order of their first consumers, and module -> seconds of computation."""
     sizes = size_names(graph)
     collectives: list[Collective] = []
     compute: dict[str, float] = {}
-    # layers are alike: equal calls under equal choices cost the same
+    # layers repeat: equal calls under equal choices are priced once
     known: dict[object, tuple[float, list[tuple[str, str, Sent, Sent]]]] = {}
     for node in consumers(graph):
         choice = choices.get(node.name)
@@ -54,15 +54,16 @@ def predict(
 def in_messages(
     value: Value, step: ConversionStep, sent: tuple[Sent, Sent, Sent], begun: set[object], segment: int
 ) -> tuple[Sent, Sent, Sent]:
-    """What a conversion sends (forward, backward, again), of messages that others go in too.
+    """Counts each message of a conversion (forward, backward, again) once among all conversions that share it.
 
     Args:
-        begun: the messages that something is in already; others are added.
-        segment: the number of the segment that converts it: no message belongs to two.
+        begun: the messages that earlier conversions are part of; this one's are added.
+        segment: the number of the segment that converts the value; segments do not share messages.
     """
     if not value.is_bucketed(step):
         return sent
-    ways = ("forward", bool(sent[2].nbytes)), ("backward",), ("again",)  # gradients go together, gathered again or not
+    # gathers that backward repeats have messages of their own; gradients share messages in any case
+    ways = ("forward", bool(sent[2].nbytes)), ("backward",), ("again",)
     forward, backward, again = (
         _once(each, (value.bucket, segment, way), begun) for each, way in zip(sent, ways, strict=True)
     )
@@ -72,9 +73,9 @@ def in_messages(
 def segment_numbers(
     graph: fx.Graph, choices: Mapping[str, Choice], parameters: Mapping[str, Layout], conversions: Mapping[str, Steps]
 ) -> dict[str, int]:
-    """The name of each op -> the number of its segment (see `ir.segments`) in a rank's graph.
+    """Returns op name -> number of its segment (see `ir.segments`) in a rank's graph.
 
-    A result that is converted for the caller alone is not the value of which others are computed.
+    A result that is converted only for the caller does not end a segment: other results read the unconverted value.
     """
     results = set[fx.Node]()
     for demand in demands_of(graph, choices, parameters):
@@ -87,7 +88,7 @@ def segment_numbers(
 
 
 def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
-    """What is sent of a message, which counts if nothing was in it before."""
+    """Returns the cost as one message if it is the first part of `message`, else as zero messages."""
     if not sent.nbytes:
         return sent
     times = int(message not in begun)
@@ -96,17 +97,17 @@ def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
 
 
 def _flows(node: fx.Node) -> tuple[bool, ...]:
-    """Whether a gradient flows back through an op, and through each of its operands."""
+    """Returns whether a gradient flows back through an op, and through each of its operands."""
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
 def _conversions(
     model: CostModel, demand: Demand, steps: Steps, sizes: Names, begun: set[object], segments: Mapping[str, int]
 ) -> list[Collective]:
-    """The collectives of one value.
+    """Returns the collectives of one value.
 
     Args:
-        begun: the messages that something is in already; others are added.
+        begun: the messages that earlier conversions are part of; this value's are added.
         segments: see `segment_numbers`.
     """
     node, value = demand.node, Value.converted(demand.node)
@@ -136,12 +137,12 @@ def _conversions(
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a value is a parameter or an input, as it is or as collectives of earlier axes have left it."""
+    """Returns whether a value is a parameter or an input, possibly after collectives of earlier axes."""
     return before_collectives(node).op == "placeholder"
 
 
 def _within(node: fx.Node, name: str, text: str, forward: Sent, backward: Sent) -> Collective:
-    """A collective inside an op's local computation; its sizes are those of the example."""
+    """Returns a collective inside an op's local computation, with the example inputs' sizes."""
     module = node.meta.get("module", "")
     place = module, module, node.meta.get("source", "")
     return Collective(node.name, name, I, I, (node.name,), *place, text, text, forward, backward, NOTHING)

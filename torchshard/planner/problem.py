@@ -1,4 +1,4 @@
-"""A planning problem that was solved, kept with its Plan: it can be solved again under other constraints."""
+"""A solved planning problem, kept with its Plan so that it can be solved again under other constraints."""
 
 from __future__ import annotations
 
@@ -25,37 +25,38 @@ from torchshard.plans.data import AxisPlan, Costs
 
 @dataclass(frozen=True)
 class Alternative:
-    """As much of another plan as is compared."""
+    """The layouts and costs of an alternative plan, for comparison."""
 
     parameters: Mapping[str, Layout]
     costs: Costs
 
 
 class Price(NamedTuple):
-    """What an op takes on the rank that has the most."""
+    """The cost of an op on the rank with the most work: seconds, FLOPs and bytes."""
 
     forward: float
     backward: float
-    """Seconds."""
+    """Seconds in backward, including recomputation."""
     flops: float
+    """FLOPs of the op's products in forward."""
     nbytes: float
-    """Of the forward: the floating-point operations of its products, and the bytes that it reads and writes."""
+    """Bytes that the op reads and writes in forward."""
 
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """What a plan was searched for."""
+    """The inputs of the search for one mesh axis' plan."""
 
     graph: fx.Graph
     model: CostModel
     constraints: GraphConstraints
     excess: Excess | None = None
-    """What a plan takes beyond the limit of memory; None: there is no limit."""
+    """Returns the bytes by which a plan exceeds the memory limit; None without a limit."""
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=other_sizes)
-    """Those that hold in place of the example inputs', as one part of the batch."""
+    """Dynamic sizes to use instead of the example inputs', such as the size of a batch shard."""
 
     def prices(self, choices: Mapping[str, Choice]) -> dict[fx.Node, Price]:
-        """What each op takes with these choices, in the order of the graph."""
+        """Returns the price of each op under these choices, in the order of the graph."""
         with sizes_as(self.sizes):
             return {n: self._price(n, choices[n.name]) for n in consumers(self.graph) if n.name in choices}
 
@@ -64,15 +65,15 @@ class PlanningProblem:
         return Price(*self.model.ways(op, choice), self.model.flops(op, choice), self.model.traffic(op, choice))
 
     def network(self) -> Network:
-        """The decisions and their costs, before any state is removed."""
+        """Returns the decisions and their costs, before any state is removed."""
         with sizes_as(self.sizes):
             return build(self.graph, self.model, self.constraints)
 
     def solve(self, constraints: GraphConstraints) -> Alternative:
-        """The best plan under other constraints.
+        """Returns the best plan under other constraints.
 
         Raises:
-            PlanError: there is none, or none that fits.
+            PlanError: no plan is legal, or even the smallest exceeds the memory limit.
         """
         with sizes_as(self.sizes):
             result = search(self.graph, self.model, constraints, self.excess)
@@ -81,7 +82,7 @@ class PlanningProblem:
         return Alternative(result.parameters, self.costs_of(result.choices, result.parameters))
 
     def costs_of(self, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Costs:
-        """What these choices and layouts cost, with the fastest conversions."""
+        """Returns the costs of these choices and layouts, with the fastest conversions."""
         with sizes_as(self.sizes):
             conversions = conversions_of(self.graph, self.model, choices, parameters)
             collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)

@@ -1,7 +1,7 @@
-"""Removes states that no best plan has, before anything is solved: `prune` leaves the optimum the same at any price.
+"""Removes states that an optimum does not need, before solving. The optimal cost stays the same at any price.
 
-A state is removed where it is impossible beside every state of some neighbour (arc consistency), or where another state
-of its decision costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
+A state is removed if it is impossible with every state of some neighbour (arc consistency), or if another state of its
+decision never costs more, in any state of the neighbours (dead-end elimination: Desmet and others, 1992).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torchshard.planner.network import Network
 
 
 def prune(network: Network) -> str | None:
-    """Removes states, and their entries of the tables; returns a decision with none left, if there is one."""
+    """Removes states and their table entries; returns a decision without remaining states, if any."""
     graph = network.graph
     times = {scope: chain.count for chain in network.chains for scope in chain.scopes}
-    linked = {v for chain in network.chains for v in (*chain.entry, *chain.exit)}  # their states must stay alike
+    linked = {v for chain in network.chains for v in (*chain.entry, *chain.exit)}  # their states must stay equal
     waiting: dict[str, None] = dict.fromkeys(graph)
     while waiting:
         name = next(iter(waiting))
@@ -36,10 +36,10 @@ def prune(network: Network) -> str | None:
 
 
 def keep_shared_whole(network: Network) -> None:
-    """Keeps of values that all blocks of a run share, such as masks and tables of rotations, a single state.
+    """Keeps a single state of each value without gradient that all blocks of a run share, such as a mask.
 
-    That is to compute it whole, and to cut out of it what blocks ask for: where no gradient flows back, nothing is sent
-    for that. What a run chains are tables over all states of these values together, which may be too large.
+    In this state the value is computed replicated, and blocks slice it as required, which sends no data. With all
+    states, the tables that a run chains may be too large: they span the states of all shared values.
     """
     for name in {v: None for chain in network.chains for v in chain.shared}:
         data = network.graph.nodes[name]
@@ -50,7 +50,7 @@ def keep_shared_whole(network: Network) -> None:
 
 
 def _keep(network: Network, name: str, kept: list[int]) -> None:
-    """Removes all states of a decision but some."""
+    """Removes all states of a decision except the kept ones."""
     data = network.graph.nodes[name]
     data["states"] = [data["states"][i] for i in kept]
     for costs, axis in ((data, 0), *((edge, edge["ends"].index(name)) for edge in network.graph[name].values())):
@@ -59,7 +59,7 @@ def _keep(network: Network, name: str, kept: list[int]) -> None:
 
 
 def _kept(network: Network, name: str, times: Mapping[Scope, int]) -> list[int]:
-    """The states that may be part of a best plan."""
+    """Returns the states that may be part of an optimum."""
     rows = list(_rows(network, name, times))
     alive = np.ones(len(network.graph.nodes[name]["states"]), dtype=bool)
     for seconds, _, _ in rows:
@@ -67,7 +67,7 @@ def _kept(network: Network, name: str, times: Mapping[Scope, int]) -> list[int]:
     states = np.flatnonzero(alive)
     if len(states) < 2:
         return [int(i) for i in states]
-    worst = np.zeros((len(states), len(states)))  # of taking the second in place of the first
+    worst = np.zeros((len(states), len(states)))  # extra cost of the second state over the first
     heavier = np.zeros_like(worst)
     for seconds, nbytes, count in rows:
         worst += count * _worst(seconds[states])
@@ -82,7 +82,7 @@ def _kept(network: Network, name: str, times: Mapping[Scope, int]) -> list[int]:
 
 
 def _rows(network: Network, name: str, times: Mapping[Scope, int]) -> Iterator[tuple[Table, Table | None, int]]:
-    """The tables of a decision and of its edges, a row per state, and how many blocks each stands for."""
+    """Yields the tables of a decision and its edges, one row per state, with the number of blocks they represent."""
     data = network.graph.nodes[name]
     count = len(data["states"])
     for scope, costs in (((name,), data), *((edge["ends"], edge) for edge in network.graph[name].values())):
@@ -93,7 +93,7 @@ def _rows(network: Network, name: str, times: Mapping[Scope, int]) -> Iterator[t
 
 
 def _worst(costs: Table) -> Table:
-    """[a, b]: the most that b costs more than a, over all states of the neighbours in which a is possible."""
+    """Returns [a, b]: the largest extra cost of b over a, among the neighbours' states in which a is possible."""
     with np.errstate(invalid="ignore"):
         more = costs[None, :, :] - costs[:, None, :]
     more = np.where(np.isposinf(costs)[:, None, :], -np.inf, more)

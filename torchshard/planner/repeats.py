@@ -1,8 +1,8 @@
-"""Repeated blocks of a graph, found by structure: runs of equal blocks, each of which reads the one before it.
+"""Finds repeated blocks of a graph by structure: runs of equal blocks, each of which reads the one before it.
 
-A node is an `Item`: a key that says everything about it but its operands, and its operands as references. Two items
-match at a distance of `period` where their keys are equal and each pair of references is equal either from where the
-items stand (the block's own values, the block before) or as they are (a mask that all blocks share).
+A node is an `Item`: references to its operands, and a key for everything else. Two items match at a distance of
+`period` if their keys are equal and their references are equal, each pair either relative to the items' positions (the
+block's own values, the block before) or absolutely (a mask that all blocks share).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torchshard.planner.constants import MAX_PERIODS, MIN_BLOCKS, MULTIPLES
 
 @dataclass(frozen=True)
 class Reference:
-    """An operand."""
+    """An operand of an item."""
 
     absolute: int
-    """Which value it is."""
+    """The identity of the value."""
     position: int
-    """Where that is made: its item's position, or that of the item which first reads it."""
+    """The position of the item that makes the value; for a placeholder, of the first item that reads it."""
     slot: int = 0
-    """Which of the values made there it is."""
+    """For a placeholder, its number among the operands of that item."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One node."""
+    """One node of a graph."""
 
     key: Hashable
     references: tuple[Reference, ...] = ()
@@ -37,7 +37,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Repetition:
-    """`count` blocks of `period` items each, from item `start` on."""
+    """`count` blocks of `period` items each, starting at item `start`."""
 
     start: int
     period: int
@@ -49,15 +49,15 @@ class Repetition:
         return self.start + self.period * self.count
 
     def block_of(self, position: int) -> int:
-        """The block that an item is in; negative before the run, `count` or more after it."""
+        """Returns the block that contains an item; negative before the run, `count` or more after it."""
         return (position - self.start) // self.period
 
 
 def find_runs(items: Sequence[Item]) -> list[Repetition]:
-    """Runs that do not overlap, those first found that spare most items; in order of their start."""
+    """Returns disjoint runs in order of their start, found greedily by the number of items that they spare."""
     periods, users = _periods(items), _last_readers(items)
     found = _found(items, users, periods)
-    if 2 * sum(run.period * run.count for run in found) < len(items):  # layers that alternate
+    if 2 * sum(run.period * run.count for run in found) < len(items):  # layers may alternate
         multiples = dict.fromkeys(times * period for times in MULTIPLES for period in periods[: MAX_PERIODS // 2])
         found = max(found, _found(items, users, [*periods, *multiples]), key=lambda runs: sum(map(_spared, runs)))
     return found
@@ -81,7 +81,7 @@ def _spared(run: Repetition) -> int:
 
 
 def _periods(items: Sequence[Item]) -> list[int]:
-    """The distances at which equal keys follow one another most often."""
+    """Returns the most frequent distances between consecutive items with equal keys."""
     at: dict[Hashable, list[int]] = {}
     for i, item in enumerate(items):
         at.setdefault(item.key, []).append(i)
@@ -90,7 +90,7 @@ def _periods(items: Sequence[Item]) -> list[int]:
 
 
 def _last_readers(items: Sequence[Item]) -> list[int]:
-    """For each position the last one that reads a value made there."""
+    """Returns, for each position, the last position that reads a value made there."""
     last = list(range(len(items)))
     for i, item in enumerate(items):
         for reference in item.references:
@@ -122,7 +122,7 @@ def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, 
 
 
 def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Repetition:
-    """The run within [start, stop) whose blocks pass the fewest values on to the next."""
+    """Returns the run within [start, stop) in which the fewest values cross from a block to the next."""
     middle = start + ((stop - start) // period // 2) * period
 
     def crossing(shift: int) -> int:
@@ -135,7 +135,7 @@ def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Repetit
 
 
 def _closed(last: Sequence[int], run: Repetition) -> list[Repetition]:
-    """The longest part of a run whose inner blocks are read by themselves and the next block alone."""
+    """Returns the longest part of a run in which only a block itself and the next one read an inner block."""
     open_blocks = [
         block
         for block in range(run.count)
@@ -144,7 +144,7 @@ def _closed(last: Sequence[int], run: Repetition) -> list[Repetition]:
             for i in range(run.start + block * run.period, run.start + (block + 1) * run.period)
         )
     ]
-    # The first block may be read by all others; the last by whatever follows.
+    # All blocks may read the first block, and any later item may read the last.
     bounds = [b for b in open_blocks if b > 0]
     edges = [-1, *bounds, run.count]
     begin, end = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])

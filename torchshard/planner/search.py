@@ -1,14 +1,14 @@
 """The exact optimum of a network of costs, under a budget of bytes.
 
-By default the weights (parameters of two dims or more) of all ranks together take at most `WEIGHT_SLACK` more bytes
-than the fewest possible, and the step is the fastest that this allows. Strictly fewest bytes would split every router
-and norm, and send activations for it. A weight stays whole only where that saves time worth its bytes
-(`WHOLE_WEIGHT_GAIN`); in calls without gradients a quarter of that time will do, for a weight is then held alone.
+By default the plan is the fastest in which the weights (parameters of two dims or more) of all ranks together take at
+most `WEIGHT_SLACK` more bytes than the minimum. The strict minimum would split every router and norm, and send
+activations to do so. A weight stays replicated only if that saves enough time for its bytes (`WHOLE_WEIGHT_GAIN`).
+Without gradients a quarter of that time suffices, because a rank then stores a weight only once.
 
-A budget is met by a price per byte (a Lagrange multiplier): the optimum at each price is exact, and the prices at which
-it changes are found one after the other. Between two of them there may be a better plan that fits; it can't be better
-than the line between the two optima allows, which is the gap that is reported. With a limit of memory the layers of a
-run may differ: as many as fit are planned as they would be with more memory.
+A budget is met by a price per byte (a Lagrange multiplier). The optimum at each price is exact, and the prices at which
+it changes are found one after the other. A better plan that fits may exist between two prices: the line between their
+optima bounds its advantage, and the plan reports this bound as its gap. Under a memory limit the layers of a run may
+differ: the largest possible number of layers is planned as with more memory.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torchshard.planner.solver import Solution, Solver
 from torchshard.planner.states import GraphConstraints
 
 Excess = Callable[[Mapping[str, Choice], Mapping[str, Layout]], float]
-"""How many bytes more a plan of these choices and layouts takes than it may; none, or fewer: it is allowed."""
+"""Returns the bytes by which a plan of these choices and layouts exceeds the limit; 0 or less if it fits."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The decisions of a search."""
+    """The plan that a search found."""
 
     choices: Mapping[str, Choice]
     parameters: Mapping[str, Layout]
     gap: float
     """Optimality gap in seconds: no plan that fits is faster by more; 0 = proven optimal."""
     fits: bool = True
-    """Whether it is within the budget; if not, it is the plan with the least memory."""
+    """Whether the plan is within the budget; if not, it is the plan with the least memory."""
 
 
 def search(
@@ -56,14 +56,14 @@ def search(
     *,
     fold: bool = True,
 ) -> SearchResult:
-    """The fastest plan that is allowed.
+    """Returns the fastest plan within the budget, or the smallest plan if none fits.
 
     Args:
-        excess: says whether a plan is; by default, the bytes of its weights do.
+        excess: returns the bytes by which a plan exceeds a limit; by default the bytes of weights are limited.
         fold: whether repeated blocks are planned once; the result costs the same.
 
     Raises:
-        PlanError: an op can't run as it is pinned.
+        PlanError: no plan is legal under the pins.
     """
     network = build(graph, model, constraints, fold=fold)
     impossible = prune(network)
@@ -94,7 +94,7 @@ def search(
 
 
 def most_weights(graph: fx.Graph, network: Network, smallest: Solution) -> float:
-    """The most bytes of weights that a plan may have: given that with the fewest, a little more of what it splits."""
+    """Returns the byte budget for weights: the minimum, plus `WEIGHT_SLACK` of the bytes that can be split."""
     layouts = expand_to_all_layers(graph, network, smallest)[1]
     whole = sum(nbytes(n.meta["val"]) for n in graph.nodes if is_weight(n) and layouts.get(n.meta["path"]) == I)
     return smallest.nbytes + WEIGHT_SLACK * (smallest.nbytes - whole)
@@ -112,18 +112,18 @@ def _no_way(network: Network, decision: str | None) -> PlanError:
 
 @dataclass(frozen=True)
 class PriceSweep:
-    """The optima at the prices that were tried."""
+    """The optima at the prices that a sweep tried."""
 
     best: Solution
-    """The optimum at the least price at which it fits, or the smallest plan if none fits."""
+    """The optimum at the lowest price at which it fits, or the smallest plan if none fits."""
     fits: bool
     optima: list[tuple[float, Solution]]
-    """(price, the optimum at it), the least price first."""
+    """(price, optimum at this price), the lowest price first; the others are unordered."""
     prices: tuple[float, float]
     """The highest price found at which the optimum does not fit, and the lowest at which it does."""
 
     def gap(self, max_bytes: float) -> float:
-        """No other solution of so many bytes at most costs less, at the least price, by more than this."""
+        """Bounds the advantage, at the lowest price, of any other solution of at most `max_bytes`."""
         least = self.optima[0][0]
         bound = max(s.bound - ((price - least) * max_bytes if price > least else 0.0) for price, s in self.optima)
         cost = self.best.seconds + least * self.best.nbytes
@@ -133,12 +133,12 @@ class PriceSweep:
 def sweep_prices(
     solver: Solver, fits: Callable[[Solution], bool], smallest: Solution, price: float = 0.0
 ) -> PriceSweep:
-    """Finds the optimum at the least price at which it fits, from this price on.
+    """Finds the lowest price at which the optimum fits.
 
     Args:
-        fits: whether a solution does.
+        fits: whether a solution fits.
         smallest: the optimum at `MAX_PRICE`.
-        price: seconds per byte.
+        price: the lowest price to try, in seconds per byte.
     """
     fast, small = solver.best(price), smallest
     optima = [(price, fast), (MAX_PRICE, small)]
@@ -148,7 +148,7 @@ def sweep_prices(
     if not fits(small):
         return PriceSweep(small, False, optima, (too_low, high))
     while True:
-        # the price at which both cost the same: any other optimum between the two is cheaper there
+        # at this price both cost the same, so any other optimum between them is cheaper
         price = (small.seconds - fast.seconds) / max(fast.nbytes - small.nbytes, 1.0)
         between = solver.best(price)
         optima.append((price, between))
@@ -162,10 +162,10 @@ def sweep_prices(
 
 
 def mix_layers(solver: Solver, excess: Callable[[Solution], float], sweep: PriceSweep) -> Solution:
-    """The best solution of a sweep, or a faster one that fits too: equal layers may be planned in different ways.
+    """Returns the best solution of a sweep, or a faster one that fits and plans equal layers differently.
 
-    At the price that decides, all layers of a run change at once. As many of them as fit are planned as at the lower
-    price, beside the rest of the model at the one price and at the other.
+    At the deciding price, all layers of a run change at once. Here only the largest number of layers that fits takes
+    the lower price; the rest of the model is tried at both prices.
     """
     best, layers = sweep.best, max((chain.count for chain in solver.network.chains), default=0)
     fastest_fits = sweep.best is sweep.optima[0][1]
@@ -187,10 +187,10 @@ def mix_layers(solver: Solver, excess: Callable[[Solution], float], sweep: Price
 
 
 def last_allowed(excess: Callable[[int], float], last: int) -> int:
-    """The greatest number up to `last` whose excess is not positive; -1 if there is none.
+    """Returns the largest number up to `last` without a positive excess, or -1.
 
-    The excess grows with the number, about evenly, so that few are tried: each one is where the line through those that
-    enclose the place crosses zero, and an end that stays counts half the next time (regula falsi, "Illinois").
+    The excess grows about linearly with the number, so few numbers are tried. Each is the zero of the line through the
+    two ends of the interval; the excess of an end that stays is halved (regula falsi, "Illinois").
     """
     low, high = 0, last
     below, above = excess(low), excess(high)
@@ -210,12 +210,12 @@ def last_allowed(excess: Callable[[int], float], last: int) -> int:
 def solve_within_budget(
     solver: Solver, budget: Callable[[float], float], smallest: Solution, gain: float = WHOLE_WEIGHT_GAIN
 ) -> tuple[Solution, float, float]:
-    """The best solution found within a budget of bytes, its optimality gap in seconds, and the price of a byte.
+    """Returns the best solution found within a byte budget, its optimality gap in seconds, and the price of a byte.
 
     Args:
-        budget: from the fewest bytes possible to the most allowed.
+        budget: maps the minimum of bytes to the maximum allowed.
         smallest: the optimum at `MAX_PRICE`.
-        gain: the part of the time that makes up for as large a part of the bytes.
+        gain: the percentage of the step's time that is worth one percent of the bytes.
     """
     max_bytes = budget(smallest.nbytes)
     price = min(gain * smallest.seconds / smallest.nbytes if smallest.nbytes else 0.0, MAX_PRICE)
@@ -226,7 +226,7 @@ def solve_within_budget(
 def expand_to_all_layers(
     graph: fx.Graph, network: Network, solution: Solution
 ) -> tuple[dict[str, Choice], dict[str, Layout]]:
-    """The choices and layouts of all nodes: each block takes those of the planned block that represents it."""
+    """Returns the choices and layouts of all nodes; each block copies the planned block that represents it."""
     folded, states = network.folded, network.states
 
     def state(name: str, position: int) -> Any:

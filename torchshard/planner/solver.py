@@ -1,6 +1,6 @@
-"""Finds the cheapest states of a network at a price in seconds per byte: the least `seconds + price * bytes`.
+"""Finds the cheapest states of a network at a price in seconds per byte: minimizes `seconds + price * bytes`.
 
-A chain's inner block is eliminated once and its table chained; the result is decoded block by block. Where a table
+A chain's inner block is eliminated once and its table is chained; the result is decoded block by block. If a table
 would be too large, smaller tables give a bound, and a local search gives the states.
 """
 
@@ -24,39 +24,39 @@ States = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Solution:
-    """States of all decisions, and what they cost."""
+    """States of all decisions, with their costs."""
 
     states: States
-    """Of the planned nodes."""
+    """The states of decisions about planned nodes."""
     inner: tuple[tuple[States, ...], ...]
     """For each chain, the states of each block that it represents."""
     seconds: float
     nbytes: float
     bound: float
-    """No states cost less than this, at the price that these were found for."""
+    """A lower bound on the cost of any states, at the price that these were found for."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a network that is solved apart."""
+    """A component of a network that is solved separately."""
 
     order: Elimination
     numbers: list[int]
-    """Of its tables."""
+    """The numbers of its tables."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The inner block of a run, at two prices."""
+    """The inner block of a run, solved at two prices."""
 
     first: Solved
     last: Solved
     turn: int
-    """How many blocks are as the first."""
+    """The number of blocks that use `first`; the later blocks use `last`."""
 
 
 class Solver:
-    """Solves a network for any price; what does not depend on the price is made once."""
+    """Solves a network for any price; computes everything that is independent of the price once."""
 
     def __init__(self, network: Network, limit: int = MAX_TABLE) -> None:
         self.network, self._limit, self._sizes = network, limit, network.sizes
@@ -78,17 +78,20 @@ class Solver:
         self.exact = all(part.order.exact for part in self._parts) and all(
             order.exact and self._count(kept) <= limit for order, kept in inner
         )
-        """Whether no table was too large; where one was, a network must have no chains."""
+        """Whether all tables are within the limit; a network with chains can be solved only if they are."""
 
     def best(self, price: float = 0.0) -> Solution:
-        """The cheapest states."""
+        """Returns the cheapest states at a price."""
         return self._solved(price, price, price, 0.0)
 
     def mixed(self, outer: float, price: float, other: float, share: float) -> Solution:
-        """Some states: of each run the first blocks, as large a share of them, are cheapest at another price.
+        """Returns states for several prices.
 
         Args:
-            outer: the price for all that is in no run.
+            outer: the price for decisions outside of runs.
+            price: the price for the later blocks of each run.
+            other: the price for the first blocks of each run.
+            share: the fraction of blocks that are first blocks.
         """
         return replace(self._solved(outer, price, other, share), bound=-math.inf)
 
@@ -112,7 +115,7 @@ class Solver:
         return self._solution(states, inner, bound)
 
     def _nearby(self, part: _Part, costs: Sequence[Table]) -> States:
-        """States of a part whose tables are too large; it has no chain."""
+        """Searches states of a part with tables above the limit; the network has no chains."""
         scopes = [self._outer[i] for i in part.numbers]
         return search_nearby(self._sizes, scopes, [costs[i] for i in part.numbers], self._whole, self._limit)
 
@@ -121,7 +124,7 @@ class Solver:
         return {f.scope: f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors}
 
     def _blocks(self, tables: Mapping[Scope, Table]) -> list[Solved]:
-        """One inner block of each run."""
+        """Solves one inner block of each run."""
         chains = zip(self.network.chains, self._inner, strict=True)
         return [order.run([tables[scope] for scope in chain.scopes]) for chain, order in chains]
 
@@ -142,7 +145,7 @@ class Solver:
         return table.reshape([self._sizes[v] for v in chain.around])
 
     def _decoded(self, chain: Chain, run: _Run, power: Power | Joined, states: States) -> tuple[States, ...]:
-        """The states of each inner block's variables."""
+        """Returns the states of each inner block's variables."""
         entry, exit, shared = (self._packed(scope, states) for scope in (chain.entry, chain.exit, chain.shared))
         known: dict[tuple[bool, int, int], States] = {}
         found = []
@@ -173,7 +176,7 @@ class Solver:
         return Solution(states, inner, seconds, nbytes, bound)
 
     def _costs(self, scopes: Iterable[Scope], states: States) -> tuple[float, float]:
-        """The seconds and the bytes of some tables."""
+        """Returns the seconds and bytes of these tables in these states."""
         seconds, nbytes = 0.0, 0.0
         for scope in scopes:
             factor, at = self._factors[scope], tuple(states[v] for v in scope)

@@ -1,4 +1,4 @@
-"""The states of decisions: the choices that rules allow, less those that pins and the search space rule out."""
+"""The states of decisions: the choices that rules allow, within the pins and the search space."""
 
 from __future__ import annotations
 
@@ -21,36 +21,37 @@ from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 
 @dataclass(frozen=True)
 class GraphConstraints:
-    """What the user and earlier calls have fixed for the nodes of one graph."""
+    """The constraints of the user and of earlier calls on the nodes of one graph."""
 
     options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
-    """The choices left to an op."""
+    """Op -> the only choices that it may have."""
     pins: Mapping[fx.Node, Pin] = field(default_factory=dict)
     """Op -> the user's pin."""
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     """Parameter -> its fixed layout, by name."""
     vetoed: frozenset[tuple[fx.Node, ConversionStep]] = frozenset()
-    """Conversions that are forbidden."""
+    """Forbidden conversions."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     dynamic: bool = True
-    """Whether dynamic sizes that the ranks divide may be split without a pin."""
+    """Whether dynamic sizes divisible by the number of ranks may be split without a pin."""
     weights: bool = True
-    """Whether dims of weights may be split; else all ops that have the batch divide it."""
+    """Whether dims of weights may be split; if not, every op that can split the batch does."""
     per_parameter: float | None = None
-    """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
+    """Bytes of memory per byte of a trained parameter, with its gradient and optimizer state. None without a memory
+    limit: then only weights count."""
     trains: bool = True
-    """Whether a step has a backward, and weights gradients and an optimizer's state."""
+    """Whether a step has a backward, so weights have gradients and optimizer states."""
     steady: bool = False
-    """Whether what a call leaves in its arguments has the layout in which it comes in."""
+    """Whether a value that a call writes into its arguments keeps the layout of the input that it replaces."""
 
     @property
     def splits(self) -> bool:
-        """Whether something is to be split that is fixed already."""
+        """Whether pins or earlier calls already fix a split."""
         return bool(self.pins) or any(isinstance(layout, Shard) for layout in self.parameters.values())
 
     def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
-        """A value per constrained node, different where nodes of equal structure are constrained differently."""
+        """Returns a value per constrained node; it differs if nodes of equal structure are constrained differently."""
         keys: dict[fx.Node, object] = dict(self.options)
         keys |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
         for node, step in sorted(self.vetoed, key=str):
@@ -75,11 +76,11 @@ class PlannedOps:
         self.stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
 
     def inputs(self, op: Op) -> list[fx.Node]:
-        """The operands of an op."""
+        """Returns the planned nodes of an op's operands."""
         return [n for n in self.tensors[op.node][: len(op.inputs)] if n is not None]
 
     def places(self, node: fx.Node, op: Op) -> list[int]:
-        """Which operands of an op a value is."""
+        """Returns the positions of a value among an op's operands."""
         return [i for i, operand in enumerate(self.inputs(op)) if operand is node]
 
 
@@ -92,10 +93,10 @@ class States:
         self._axes = None if constraints.all_axes else weight_axes(planned.ops, planned.tensors)
 
     def of_op(self, op: Op) -> list[Choice]:
-        """The choices of an op.
+        """Returns the choices of an op.
 
         Raises:
-            PlanError: the op can't be split as its pin says.
+            PlanError: the op can't be split as its pin requires.
         """
         c, node = self._constraints, op.node
         if node in c.options:
@@ -104,10 +105,10 @@ class States:
         states = pinned_choices(op, c.pins[node], legal, self._ranks) if node in c.pins else self._unpinned(op, legal)
         if not c.weights:
             states = [choice for choice in states if choice.splits_dynamic] or states
-        elif is_carried(node):  # it grows: the next call's slices would be others
+        elif is_carried(node):  # its size grows, so the next call would slice it differently
             states = [choice for choice in states if not choice.splits_dynamic]
         if is_carried(node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
-            # the same as I where no gradient flows; and what is whole between two calls is I
+            # without a gradient R equals I, and a carried value that is not split must be I
             states = [choice for choice in states if choice.name != "R"]
         return states
 
@@ -122,20 +123,20 @@ class States:
         states = [choice for choice in legal if self._axes is None or self._may_split(op, choice, self._axes[op.node])]
         if self._ranks > 1 or self._constraints.splits:
             return states
-        return [choice for choice in states if not choice.axes] or states  # to split gains nothing
+        return [choice for choice in states if not choice.axes] or states  # one rank gains nothing by splitting
 
     def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
-        """Whether a choice splits nothing but these axes, or a dynamic size."""
+        """Returns whether a choice splits only these factors and dynamic sizes, as the constraints allow."""
         c = self._constraints
         weights = c.weights or passes_on_weight(op.node) or op.node.target is STORE
         return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def of_stored(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]], *, is_left: bool) -> list[Layout]:
-        """The layouts that a parameter or input may be stored in.
+        """Returns the layouts that a parameter or input may be stored in.
 
         Args:
             chosen: the states of the ops.
-            is_left: whether a call leaves a value in its place, so that it need not come in whole.
+            is_left: whether a call writes a value in its place, so the input may be split too.
 
         Raises:
             PlanError: two pinned ops require different layouts.
@@ -151,7 +152,7 @@ class States:
         return self._pinned_layouts(node, chosen) or found
 
     def _pinned_layouts(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]]) -> list[Layout]:
-        """The layouts in which pinned ops can take a parameter; empty where no pinned op takes it."""
+        """Returns the layouts in which all pinned ops accept a parameter; [] if no pinned op reads it."""
         allowed: list[Layout] = []
         for op in self._planned.consumers[node]:
             if op.node not in self._constraints.pins:
@@ -166,10 +167,10 @@ class States:
 
 
 def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> list[Choice]:
-    """The choices that a pin leaves to an op.
+    """Returns the choices that a pin allows an op.
 
     Raises:
-        PlanError: the op can't be split as its pin says.
+        PlanError: the op can't be split as its pin requires.
     """
     if not pin.axes:
         return [whole_choice(op.node)]
@@ -177,7 +178,7 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
         named = [c for c in legal if c.name == f"split {axis}"]
         if named:
             return [c for c in named if _fills_ranks(op, c, ranks)] or named
-    if pin.style.name == "sequence":  # that it has the axis does not say that it can be split there
+    if pin.style.name == "sequence":  # an op that has the factor may still be unable to split it
         return list(legal)
     module = op.node.meta.get("module", "")
     why = f"{where(op.node)} can't be split along {pin.axes[0]}"
@@ -185,7 +186,7 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
 
 
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
-    """Whether every rank gets a part of each split axis, or the axes are too small for that."""
+    """Returns whether every rank gets a slice of each split factor, or the factors are too small for that."""
     sizes = [op.sizes[axis] for axis, _ in choice.axes]
     static = [parts for _, parts in choice.axes if parts != EQUAL]
     return all(s < ranks for s in sizes) or all(local_size(parts, ranks - 1, ranks) > 0 for parts in static)

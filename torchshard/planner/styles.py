@@ -1,4 +1,4 @@
-"""The styles of a dict plan, as tables: what each word means for each op and module, and where the word comes from."""
+"""The styles of a dict plan as tables: the words with their origins, and their effects on ops and modules."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Style:
-    """What a word asks for."""
+    """The split that a word of a plan requests."""
 
     name: str
     """'column', 'row', 'vocab', 'sequence' or 'replicate'."""
     whole_result: bool = False
-    """Whether the result is wanted whole on every rank."""
+    """Whether every rank must get the full result."""
 
 
 _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
 _SEQUENCE = Style("sequence")
 SEQUENCE = 1
-"""The dim of the call's tensors that is the sequence."""
+"""The sequence dim of the call's tensors."""
 BATCH = 0
-"""The dim of the call's tensors that is the batch."""
+"""The batch dim of the call's tensors."""
 
 
 class DTensorStyle(Protocol):
@@ -57,10 +57,10 @@ StyleWord = (
     ]
     | DTensorStyle
 )  # fmt: skip
-"""What a plan's dict may say of a module."""
+"""A style of a module in a dict plan."""
 
 WORDS: dict[str | int | None, Style] = {
-    # our words; as numbers, dims of the transposed weight [in, out], as `nn.functional.parallel_linear` has them
+    # our words; numbers are dims of the transposed weight [in, out], as in `nn.functional.parallel_linear`
     "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "sequence": _SEQUENCE, "replicate": _REPLICATE,
     1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,
     # Hugging Face's tp_plan
@@ -74,14 +74,14 @@ WORDS: dict[str | int | None, Style] = {
 
 
 class Split(NamedTuple):
-    """What a style does to an op."""
+    """The effect of a style on an op."""
 
     axes: tuple[str, ...]
-    """The axes of the op's row to split: the first that the row can split."""
+    """Factors of the op's row; the first one that the row can split is split."""
     weight: int | None = None
-    """The dim of the weight that this splits; None where it depends on the call."""
+    """The split dim of the weight; None if it depends on the call."""
     bias: int | None = None
-    """The dim of the bias that this splits; None: it stays whole."""
+    """The split dim of the bias; None: it stays replicated."""
 
 
 _CONVOLUTION = {"column": Split(("o", "g"), 0, 0), "row": Split(("c", "g"), 1)}
@@ -97,29 +97,29 @@ SPLITS: dict[object, dict[str, Split]] = {
     aten.embedding_bag.padding_idx: {"column": Split(("e",), 1)},
     **{function: {"column": Split(("h",))} for function in RECURRENCES},
 }  # fmt: skip
-"""Op -> style -> what it splits."""
+"""Op -> style -> its effect."""
 OPS_OF_MODULES: dict[type[nn.Module], OpOverload] = {
     nn.Linear: aten.linear.default, nn.Embedding: aten.embedding.default,
     nn.Bilinear: aten.bilinear.default, nn.EmbeddingBag: aten.embedding_bag.padding_idx,
     nn.Conv1d: aten.conv1d.default, nn.Conv2d: aten.conv2d.default, nn.Conv3d: aten.conv3d.default,
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), aten.convolution.default),
 }  # fmt: skip
-"""Modules that call one op with a weight and a bias: their styles' layouts are known without a graph."""
+"""Modules that call one op with a weight and a bias: a style determines their layouts without a graph."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """One op that the plan names."""
+    """The user's constraint on one op."""
 
     key: str
     """The plan's key, for messages."""
     style: Style
     axes: tuple[str, ...]
-    """The axes of which one is to be split; none: the op runs whole."""
+    """Factors, one of which must be split; empty: the op runs replicated."""
 
 
 def style_of(node: fx.Node) -> str:
-    """The word that asks for what an op does; '' where none does."""
+    """Returns the word that requests an op's choice; '' if no word does."""
     choice, splits = node.meta.get("choice"), SPLITS.get(op_of(node.target))
     if choice is None or splits is None:
         return ""
@@ -128,10 +128,10 @@ def style_of(node: fx.Node) -> str:
 
 
 def parse_style(key: str, word: object) -> Style:
-    """The Style of a plan's value.
+    """Returns the Style of a value in a plan.
 
     Raises:
-        PlanError: it is no style, or a DTensor style with layouts of its own.
+        PlanError: the value is not a style, or is a DTensor style with its own layouts.
     """
     name = word if isinstance(word, (str, int, type(None))) and not isinstance(word, bool) else type(word).__name__
     if name not in WORDS:
@@ -162,15 +162,15 @@ def _refuse_own_layouts(key: str, style: object) -> None:
 
 
 def matching(key: str, modules: Iterable[str]) -> list[str]:
-    """The modules whose path a glob matches; the model itself has the path '', which no other glob matches."""
+    """Returns the paths that match a glob; only the glob '' matches the model itself, the path ''."""
     return [path for path in modules if (fnmatch.fnmatchcase(path, key) if path else not key)]
 
 
 def read_pins(plan: Mapping[str, object], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
-    """Module path -> (plan key, style), of a dict of globs and words.
+    """Returns module path -> (plan key, style), from a dict of globs and words.
 
     Raises:
-        PlanError: a key matches no module, or two keys want different things of one.
+        PlanError: a key matches no module, a word is not a style, or two keys disagree about a module.
     """
     modules = list(modules)
     chosen: dict[str, tuple[str, Style]] = {}
@@ -198,10 +198,10 @@ def read_pins(plan: Mapping[str, object], modules: Iterable[str]) -> dict[str, t
 
 
 def named_modules(globs: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """The modules that globs name for `recompute`, in the model's order.
+    """Returns the modules that globs name for `recompute`, in the model's order.
 
     Raises:
-        PlanError: a glob names none.
+        PlanError: a glob matches no module.
     """
     modules = list(modules)
     found: set[str] = set()
@@ -228,16 +228,16 @@ def _no_match(what: str, place: str, key: str, modules: Iterable[str]) -> PlanEr
 
 
 def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx.Node, Pin]:
-    """The ops that the plan names: those that a named module's own weight enters.
+    """Returns the pins of ops that read a named module's own weight; 'sequence' pins ops inside the module.
 
     Raises:
-        PlanError: a module can't have the style that the plan gives it.
+        PlanError: a module does not support its style.
     """
     pins: dict[fx.Node, Pin] = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
         if style.name == "sequence":
-            # what is said of a module within it goes before
+            # a key for a module inside this one takes precedence
             inner = [other for other in chosen if path in enclosing(other)]
             outside = [n for n in ops if module_around(n.meta.get("module", ""), inner) is None]
             pins |= _along_sequence(outside, path, key, style)
@@ -262,10 +262,10 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
 
 
 def _along_sequence(ops: Sequence[fx.Node], path: str, key: str, style: Style) -> dict[fx.Node, Pin]:
-    """The ops of a module that have the sequence as an axis; none in a call whose length does not divide.
+    """Returns pins of a module's ops with a sequence factor; {} if the ranks can't split the call's length.
 
     Raises:
-        PlanError: the length divides, and none of its ops has it as an axis.
+        PlanError: the length can be split, but the module's ops lack a sequence factor.
     """
     own = [n for n in ops if module_around(n.meta.get("module", ""), (path,)) is not None and is_tensor_op(n)]
     pins = {}
@@ -281,10 +281,10 @@ def _along_sequence(ops: Sequence[fx.Node], path: str, key: str, style: Style) -
 
 
 def cannot_have(key: str, path: str, style: str, why: str, others: Sequence[str] | None = None) -> PlanError:
-    """The error for a style that a module has no use for.
+    """Returns the error for a style that a module does not support.
 
     Args:
-        others: styles that it can have; None: a layer inside it can have some.
+        others: the styles that it supports; None if only a layer inside it supports any.
     """
     inside = "name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'"
     return PlanError(
@@ -302,7 +302,7 @@ def _is_own(node: fx.Node, path: str) -> bool:
 
 
 def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) -> PlanError:
-    """The error for one parameter that two pins lay out differently."""
+    """Returns the error for a parameter that two pins lay out differently."""
     return PlanError(
         f"parameter {name} would have to lie in two ways",
         where=where(node),
@@ -312,7 +312,7 @@ def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) ->
 
 
 def parameter_layouts(facts: ModelFacts, pins: Mapping[str, tuple[str, Style]]) -> dict[str, Layout]:
-    """The layouts of the parameters of the named modules, as far as their types tell without a graph."""
+    """Returns the layouts of named modules' parameters, as far as the modules' types determine them."""
     layouts: dict[str, Layout] = {}
     for path, (_, style) in pins.items():
         split = SPLITS.get(OPS_OF_MODULES.get(facts.modules[path]), {}).get(style.name)

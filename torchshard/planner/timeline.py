@@ -1,9 +1,9 @@
-"""The course of a step over all axes of a mesh: a rank computes while weights and gradients are on their way.
+"""The timeline of a step over all axes of a mesh: a rank computes while weights and gradients are in transfer.
 
-The rank computes op after op, forward and then backward. Beside that each axis of the batch sends one message after
-another: a weight is gathered while what comes before the op that needs it computes, and a gradient is summed behind the
-op that gives it, and behind the weights that are needed next, for nobody waits for it before the end of the step
-(`passes.schedule`). All else is waited for.
+The rank runs op after op, forward and then backward. Meanwhile each axis of the batch sends one message after another.
+A weight is gathered while earlier ops run. A gradient is summed after the op that computes it and after the weights
+that are needed next, because only the end of the step waits for it (`passes.schedule`). The rank waits for all other
+collectives.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from torchshard.plans.data import Collective, Sent
 
 Sends = list[tuple[Collective, Sent]]
 Messages = dict[int, Sends]
-"""The number of an axis of the batch, the outermost first -> what it sends."""
+"""The number of a batch axis, counted from the outermost -> its messages."""
 
 
 @dataclass
 class Work:
-    """What an op takes, in seconds, first in the forward and then in the backward."""
+    """The work of an op: seconds and messages, first in forward, then in backward."""
 
     computes: list[float] = field(default_factory=lambda: [0.0, 0.0])
     waits: tuple[Sends, Sends] = field(default_factory=lambda: ([], []))
-    """The collectives that the rank waits for: before the op in the forward, behind it in the backward."""
+    """The collectives that the rank waits for: before the op in forward, after it in backward."""
     gathers: tuple[Messages, Messages] = field(default_factory=lambda: ({}, {}))
-    """Of its weights."""
+    """The gathers of its weights."""
     sums: Messages = field(default_factory=dict)
-    """Of its weights' gradients, in the backward."""
+    """The sums of its weights' gradients, in backward."""
 
     def seconds(self, way: int) -> float:
-        """What it computes and waits for, forward (0) or backward (1)."""
+        """Returns the seconds that it computes and waits, in forward (0) or backward (1)."""
         return self.computes[way] + sum(sent.seconds for _, sent in self.waits[way])
 
 
 @dataclass(frozen=True)
 class Message:
-    """What an axis of the batch sends, in seconds from the beginning of the step."""
+    """A message of a batch axis; it starts in seconds from the beginning of the step."""
 
     axis: int
     of: Collective
@@ -52,22 +52,22 @@ class Message:
 
 @dataclass(frozen=True)
 class Course:
-    """When a rank does what, in seconds from the beginning of the step."""
+    """The timeline of a rank, in seconds from the beginning of the step."""
 
     starts: tuple[list[float], list[float]]
-    """When each op has its weights: in the order of the ops in the forward, and in the reverse one in the backward."""
+    """When each op has its weights: in the order of the ops in forward, in reverse order in backward."""
     messages: list[Message]
     seconds: float
-    """Of the step."""
+    """The length of the step."""
 
 
 def course(ops: Sequence[Work]) -> Course:
-    """The course of a step of these ops, in their order."""
+    """Returns the timeline of a step that runs these ops in order."""
     now, free = 0.0, dict[int, float]()
     starts, found = (list[float](), list[float]()), list[Message]()
 
     def sent(messages: Messages, start: float) -> float:
-        for axis in sorted(messages, reverse=True):  # slices of slices are joined and summed from the inner axis on
+        for axis in sorted(messages, reverse=True):  # nested slices are gathered and summed from the inner axis on
             for of, message in messages[axis]:
                 start = max(free.get(axis, 0.0), start)
                 found.append(Message(axis, of, message, start))
@@ -91,12 +91,12 @@ def course(ops: Sequence[Work]) -> Course:
 
 
 def seconds_of_step(solutions: Sequence[PlannedAxis]) -> float:
-    """The seconds of a step over the axes of a mesh, in their order."""
+    """Returns the seconds of a step over mesh axes, in the order in which the graph is split over them."""
     return course([*work_of_step(solutions).values()]).seconds
 
 
 def work_of_step(solutions: Sequence[PlannedAxis]) -> dict[str, Work]:
-    """Op -> what it takes, in the order of the graph of the first axis."""
+    """Returns op -> its work, in the order of the first axis' graph."""
     first = solutions[0]
     prices = first.problem.prices(first.plan.choices)
     work = {node.name: Work([price.forward, price.backward]) for node, price in prices.items()}
@@ -106,7 +106,7 @@ def work_of_step(solutions: Sequence[PlannedAxis]) -> dict[str, Work]:
             op = work[_first_op(graphs[: axis + 1], c.consumers[0], work)]
             if plan.data and is_weight(before_casts(nodes[c.value])):
                 for messages, message in zip((*op.gathers, op.sums), c.sent, strict=True):
-                    if message.seconds:  # what is not sent waits for nothing
+                    if message.seconds:  # an empty message would wait for earlier ones
                         messages.setdefault(axis, []).append((c, message))
             else:
                 op.waits[0].append((c, c.forward))
@@ -115,7 +115,7 @@ def work_of_step(solutions: Sequence[PlannedAxis]) -> dict[str, Work]:
 
 
 def _first_op(graphs: Sequence[dict[str, fx.Node]], name: str, ops: dict[str, Work]) -> str:
-    """The op of the first graph that stands for one of the last: it was replaced, or has a collective before it."""
+    """Returns the first graph's op for a node of the last: its replacement, or a collective before it."""
     node = graphs[-1][name]
     while is_collective(node.target) and node.users:
         node = next(iter(node.users))

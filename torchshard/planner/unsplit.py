@@ -1,7 +1,7 @@
-"""Finds the expensive ops that a plan does not split: ops that every rank runs whole, or that have values gathered.
+"""Finds the expensive ops that a plan does not split: they run replicated, or on gathered values.
 
-    run whole   its weights are a good part of the model's, or its work a good part of the step's
-    gathered    the op has no rule, or its rule makes the split dim unsplittable
+    replicated  the op has a large fraction of the model's weights or of the step's work
+    gathered    the op lacks a rule, or its rule makes the split dim unsplittable
 
 Equal ops of repeated layers are reported together.
 """
@@ -25,22 +25,22 @@ from torchshard.plans.data import Collective, Costs, GatheredOps
 from torchshard.rules import has_rule
 
 OWN_CHOICE = "to split it, or what is around it, is not legal or costs more than it saves"
-"""Why an op is not split that could be: the planner prefers it, and nobody needs to be told."""
+"""The reason for an unsplit op that could be split: the planner prefers it, so a warning is unnecessary."""
 
 
 Gathered: TypeAlias = Mapping[fx.Node, tuple[Collective, ...]]
 
 
 class _Op(NamedTuple):
-    """What one op costs because it is not split."""
+    """The costs of one op that is not split."""
 
     node: fx.Node
     gathered: tuple[Collective, ...] = ()
-    """By which it gets its operands whole; ops that take the same value share one."""
+    """The collectives that gather its operands; ops that read the same value share one."""
     weights: frozenset[fx.Node] = frozenset()
-    """Those that every rank holds."""
+    """The weights that every rank stores in full."""
     seconds: float = 0.0
-    """Of its products, which every rank computes."""
+    """Seconds of its products, which every rank computes."""
 
 
 def unsplit(
@@ -51,11 +51,11 @@ def unsplit(
     costs: Costs,
     pinned: Iterable[fx.Node] = (),
 ) -> tuple[GatheredOps, ...]:
-    """The kinds of ops that are reported, the most expensive first.
+    """Returns the kinds of ops to report, the most expensive first.
 
     Args:
-        costs: of the plan of these choices and parameters.
-        pinned: ops that the user's plan wants whole.
+        costs: the costs of the plan with these choices and parameters.
+        pinned: ops that the user's plan keeps replicated.
     """
     if model.axis.size == 1:
         return ()
@@ -86,14 +86,14 @@ def unsplit(
 
 
 def _sums(ops: Sequence[_Op]) -> tuple[float, float, float]:
-    """Bytes that each rank sends so that ops get their operands whole, bytes of their weights, and their seconds."""
+    """Returns the bytes that each rank sends to gather operands, the bytes of weights, and the seconds of work."""
     sent = {id(c): c.nbytes for op in ops for c in op.gathered}
     held = {weight: nbytes(weight.meta["val"]) for op in ops for weight in op.weights}
     return sum(sent.values()), sum(held.values()), sum(op.seconds for op in ops)
 
 
 def _kind(ops: Sequence[_Op], work: float, gathered: Gathered) -> GatheredOps:
-    """What is told of ops of one kind, by the first of them."""
+    """Describes ops of one kind by the first of them."""
     first, modules = ops[0].node, dict.fromkeys(op.node.meta.get("module", "") for op in ops)
     sent, held, seconds = _sums(ops)
     part, why = seconds / work if work else 0.0, _why(first, sent, gathered)
@@ -101,7 +101,7 @@ def _kind(ops: Sequence[_Op], work: float, gathered: Gathered) -> GatheredOps:
 
 
 def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> Gathered:
-    """The ops that have values gathered since they can't take them in slices, with the collectives that do it."""
+    """Returns the ops that can't use slices of a value, with the collectives that gather it."""
     named = {node.name: node for node in nodes}
     sent: dict[fx.Node, tuple[Collective, ...]] = {}
     for c in collectives:
@@ -113,7 +113,7 @@ def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> Ga
 
 
 def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:
-    """Whether the row forbids to split the dim that was split."""
+    """Returns whether the op's row forbids splitting the dim that the collective gathers."""
     if not isinstance(c.source, Shard) or not is_whole(c.target):
         return False
     dims = [dims for operand, dims in zip(operands(node), row.operands, strict=True) if operand.name == c.value]
@@ -121,7 +121,7 @@ def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:
 
 
 def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
-    """The weights that an op takes, or views and casts of."""
+    """Yields the weights that an op reads, directly or through views and casts."""
     for source in operands(node):
         while source.op == "call_function" and len(source.all_input_nodes) == 1 and is_tensor(source):
             (source,) = source.all_input_nodes
@@ -140,7 +140,7 @@ def _without_row(node: fx.Node) -> str:
 
 
 def _why(node: fx.Node, sent: float, gathered: Gathered) -> str:
-    """Why an op is not split: its own rule, or what comes before it."""
+    """Returns the reason why an op is not split: its own rule, or an op near it."""
     row = node_row(node)
     if row is None:
         return _without_row(node)
@@ -153,7 +153,7 @@ def _why(node: fx.Node, sent: float, gathered: Gathered) -> str:
 
 
 def _near(node: fx.Node) -> Iterator[fx.Node]:
-    """The ops that an op's operands come from, and those that its results go to, the nearest first."""
+    """Yields the ops before an op, then the ops after it, each the nearest first."""
     for step in (lambda n: n.all_input_nodes, lambda n: list(n.users)):
         waiting, seen = step(node), set[fx.Node]()
         while waiting and len(seen) < NEAR:

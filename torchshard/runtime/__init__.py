@@ -1,6 +1,7 @@
-"""A sharded model on a rank: its calls and graphs, its parameters, and its optimizers.
+"""A sharded model on one rank: its calls and graphs, its parameters, and its optimizers.
 
-`module` is the model that users hold, on `state` (its tensors), on `submodule` (its parts). A call goes from `call_key`
-(what kind of call it is) to `compiled` (find or make the graph) to `call_verification`, which compares what `history`
-and `digests` know. Around it: `optimizers`, `training`, `measure`.
+`module` defines the model that users call, on top of `state` (its tensors) and `submodule`. A call
+goes through `call_key` (which kind of call), `compiled` (find or make the graph) and
+`call_verification`, which compares facts from `history` and `digests` across ranks. Around calls:
+`optimizers`, `training`, `measure`.
 """

@@ -1,6 +1,7 @@
-"""The methods of peft's adapters that compute with weights: they merge them layer by layer, on whole weights.
+"""The methods of peft's adapters that merge weights: they run layer by layer, on full weights.
 
-Switching adapters needs nothing here: those methods set attributes and `requires_grad` of the sharded modules.
+Switching adapters needs no code here: peft only sets attributes and `requires_grad` of the sharded
+modules.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ UNLOADING = (
     "ts.save_pretrained(model, folder, merge=True) writes the merged model; model.merge_adapter() merges in place, and "
     "model.unmerge_adapter() takes it back"
 )
-"""What to do in place of a method that removes the adapters' modules."""
+"""The advice for methods that would remove the adapters' modules."""
 
 
 class _Owner(Protocol):
-    """A sharded model, as its layers merge adapters."""
+    """A sharded model, as the layers that merge adapters use it."""
 
     def change_whole(self, part: nn.Module, change: Callable[[Any], None], name: str) -> None:
-        """Changes the tensors of a part on whole values."""
+        """Changes a submodule's tensors on full values."""
 
 
 def is_unloading(source: type, name: str) -> bool:
-    """Whether a method of an unsharded module's class replaces peft's layers by those that they wrap."""
+    """Returns whether a method replaces peft's layers with those that they wrap; `source` is the unsharded class."""
     return name in _UNLOADING and _is_subclass(source, "BaseTuner")
 
 
 def merging_method(source: type, name: str) -> Callable[..., None] | None:
-    """For a method of peft's layers that merges adapters, one that does it for the sharded layer."""
+    """Returns the sharded layer's version of a method of peft's layers that merges adapters, else None."""
     if name not in _MERGING or not _is_subclass(source, "BaseTunerLayer"):
         return None
 
@@ -45,6 +46,6 @@ def merging_method(source: type, name: str) -> Callable[..., None] | None:
 
 
 def _is_subclass(source: type, name: str) -> bool:
-    """Whether a class is a subclass of one of peft's, which is imported if there is any."""
+    """Returns whether a class is a subclass of one of peft's; peft defines it only if it is imported."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and issubclass(source, getattr(tuners, name))

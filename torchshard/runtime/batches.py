@@ -1,16 +1,17 @@
-"""A call whose batch the ranks divide: this rank's part of the arguments, and what becomes of its part of the results.
+"""Splits a call's batch across ranks: this rank's shard of the arguments and of the results.
 
-inputs="local"     each rank passes its part, and gets its part of results with the batch
-inputs="global"    each passes the whole batch, and gets whole results
+inputs="local"     each rank passes its shard, and gets its shard of results with the batch
+inputs="global"    each passes the full batch, and gets full results
 
-With parts, gradients have two scales. A graph computes gradients of L, the loss of the whole batch. Outside of graphs
-each rank has a loss of its own, and L is the mean of these, as with DistributedDataParallel. So on n ranks the gradient
-of a part is n times as large there, in results, in inputs, and between two models of a chain:
+With local inputs, gradients have two scales. A graph computes gradients of L, the loss of the full
+batch. Outside of graphs each rank has its own loss, and L is the mean of these, as with
+DistributedDataParallel. So on n ranks, the gradient of a shard is n times as large outside: in
+results, in inputs, and between two models of a chain:
 
     x        -> model ->  z        -> model ->  y        -> loss
     n dL/dx  <- * n   <-  n dL/dz  <- / n, * n <- n dL/dy <- its gradient
 
-A value that every rank holds whole has one scale: a loss that forward itself computes is L.
+A replicated value has one scale: a loss that forward itself computes is L.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OPS = torch.ops.torchshard
 def advised_of_parts(
     error: CaptureError, model: nn.Module, tensors: Sequence[Tensor], batches: Mapping[str, Layout]
 ) -> CaptureError:
-    """The error of a capture; it names a tensor of forward's own with as many rows as this rank's part of the batch."""
+    """Returns a capture's error; its advice names a tensor of forward's with this rank's number of rows."""
     rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None) if batches else None
     held = {describe(place): value for place, value in visible_to(model).values() if isinstance(value, Tensor)}
     parts = [name for name, t in (held | named_tensors(model)).items() if t.ndim and t.shape[0] == rows]
@@ -51,7 +52,7 @@ def advised_of_parts(
 
 
 def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
-    """This rank's parts of a call's tensors that have the batch, and the others; gradients are those of the whole."""
+    """Returns a call's tensors, batched ones cut to this rank's shard; gradients are gathered to the full batch."""
     found = []
     for name, tensor in whole.items():
         layout = layouts.get(name, I)
@@ -63,16 +64,16 @@ def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group:
 
 
 def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
-    """Returns a call's tensors; gradients of parts of the batch leave the graph as those of the rank's own loss.
+    """Returns a call's tensors; gradients of batch shards leave the graph as gradients of the rank's own loss.
 
-    In the `.grad` of an input that is a leaf, `backward()` accumulates the gradient of the whole batch's loss instead,
-    which is the unsharded model's.
+    The `.grad` of an input that is a leaf is an exception: `backward()` accumulates the gradient of
+    the full batch's loss there, like the unsharded model.
     """
     found = []
     for name, tensor in tensors.items():
         if isinstance(layouts.get(name), Shard) and tensor.requires_grad:
             if tensor.is_leaf:
-                edge = torch.autograd.graph.get_gradient_edge(tensor)  # holds the node that has a hook
+                edge = torch.autograd.graph.get_gradient_edge(tensor)  # keeps the node with the hook alive
                 _divide_grad(tensor, edge.node, group.size)
             tensor = _Crossing.apply(tensor, 1, group.size, True)
         found.append(tensor)
@@ -80,13 +81,13 @@ def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group
 
 
 def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
-    """Returns a graph's results; gradients of parts of the batch come in as those of the rank's own loss."""
+    """Returns a graph's results; gradients of batch shards enter as gradients of the rank's own loss."""
     found = []
     for result, layout in zip(results, layouts, strict=True):
         if isinstance(layout, Shard) and isinstance(result, Tensor):
             if result.requires_grad:
                 result = _Crossing.apply(result, 1, group.size, False)
-                if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
+                if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint recomputes it
                     _WAITING[result.grad_fn] = storage_id(result)
             _RESULTS.add(result)
         found.append(result)
@@ -94,7 +95,7 @@ def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> 
 
 
 def joined(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
-    """A graph's results, those that have the batch whole: a collective call."""
+    """Returns a graph's results with the full batch: a collective call."""
     return [
         _joined(result, layout, group) if isinstance(layout, Shard) and isinstance(result, Tensor) else result
         for result, layout in zip(results, layouts, strict=True)
@@ -107,10 +108,11 @@ def _joined(part: Tensor, layout: Shard, group: Group) -> Tensor:
 
 
 class _Crossing(torch.autograd.Function):
-    """A part of the batch that enters a graph, or leaves one; its gradient crosses in the other direction.
+    """A shard of the batch that enters or leaves a graph; its gradient crosses in the other direction.
 
-    The gradient of a value that leaves is divided by the number of ranks, that of a value that enters is multiplied by
-    it. A gradient is a value too, with a gradient of its own (of a penalty), so its crossing is another `_Crossing`.
+    The gradient of a value that leaves is divided by the number of ranks; the gradient of a value
+    that enters is multiplied by it. A gradient may have a gradient too (of a penalty), so its
+    crossing is another `_Crossing`.
     """
 
     @staticmethod
@@ -127,14 +129,14 @@ class _Crossing(torch.autograd.Function):
 
 
 class _Memories:
-    """Tensors, known by their memory for as long as it is held elsewhere."""
+    """A set of tensors, identified by their memory until it is freed."""
 
     def __init__(self) -> None:
         self._held = dict[int, StorageWeakRef]()
         self._most = 64
 
     def add(self, x: Tensor) -> None:
-        """Adds a tensor, and what shares its memory."""
+        """Adds a tensor, and all tensors that share its memory."""
         if len(self._held) >= self._most:
             self._held = {memory: held for memory, held in self._held.items() if not held.expired()}
             self._most = max(64, 2 * len(self._held))
@@ -142,7 +144,7 @@ class _Memories:
             self._held[storage_id(x)] = StorageWeakRef(x.untyped_storage())
 
     def discard(self, x: Tensor) -> None:
-        """Forgets a tensor, and what shares its memory."""
+        """Removes a tensor, and all tensors that share its memory."""
         if x in self:
             del self._held[storage_id(x)]
 
@@ -154,9 +156,9 @@ class _Memories:
 
 
 _WAITING = weakref.WeakKeyDictionary[Any, int]()
-"""The nodes of results that no backward has reached yet -> the memory of each result."""
+"""The nodes of results that await their backward -> the memory of each result."""
 _RESULTS = _Memories()
-"""Results with the batch, those of calls without gradients too."""
+"""Results with the batch, including results of calls without gradients."""
 _DIVIDED = _Memories()
 """Gradients of the whole batch's loss, in the `.grad` of inputs."""
 _DIVIDES = "torchshard: divides"
@@ -164,11 +166,12 @@ _DIVIDES = "torchshard: divides"
 
 
 def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
-    """Has `node`, which accumulates into `x.grad`, accumulate the gradient of the whole batch's loss.
+    """Makes `node`, which accumulates into `x.grad`, accumulate the gradient of the full batch's loss.
 
-    It does not where `x` may be a copy of a result: people pass `c.grad` of `c = z.detach().requires_grad_()` on to
-    `z`, or to what computes `z` again, and outside of models that is the gradient of the rank's own loss. A reentrant
-    checkpoint does the same in a backward. `torch.autograd.grad` does not run the hook.
+    It accumulates the gradient of the rank's own loss if `x` may be a copy of a result: users pass
+    `c.grad` of `c = z.detach().requires_grad_()` on to `z`, or to code that recomputes `z`, and
+    outside of models that is the gradient of the rank's own loss. A reentrant checkpoint does the
+    same in a backward. `torch.autograd.grad` does not run the hook.
     """
     if _DIVIDES in node.metadata or torch._C._current_graph_task_id() != -1:
         return
@@ -188,7 +191,7 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
 
 
 def _watched_gradient(x: Tensor) -> list[bool]:
-    """[whether the gradient about to be added to `x.grad` was divided]; each tensor has one hook for it."""
+    """Returns [whether the gradient about to be added to `x.grad` was divided]; each tensor has one hook for it."""
     is_divided: list[bool] | None = _WATCHED.get(x)
     if is_divided is None:
         is_divided = _WATCHED[x] = [False]
@@ -206,7 +209,7 @@ def _watched_gradient(x: Tensor) -> list[bool]:
 
 _WATCHED = WeakIdKeyDictionary()
 _is_reached = torch._C._will_engine_execute_node
-"""Whether the backward that runs now has reached a node, or will."""
+"""Returns whether the current backward has reached a node, or will."""
 _OWN_GRADIENT = (
     "the .grad of an input is the gradient of this rank's own loss, {ranks} times the unsharded model's, because {why}"
 )

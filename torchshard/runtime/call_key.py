@@ -1,8 +1,9 @@
 """The key of a call: calls of a sharded model with equal keys may run the same captured graph.
 
-A graph keeps the values that Python code saw during its capture: flags and numbers among the arguments, dtypes, the
-grad mode, train or eval of each module, and attributes and globals that forward reads. The key holds all of them. Sizes
-are not part of it, for one graph runs many sizes: `Captured.assumes` checks those of each call.
+A graph keeps the values that Python code saw during its capture: flags and numbers among the
+arguments, dtypes, the grad mode, train or eval of each module, and attributes and globals that
+forward reads. The key contains all of them. It contains no sizes, because one graph runs many
+sizes: `Captured.assumes` checks the sizes of each call.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from torchshard.core.layouts import Layout
 
 
 class CallKey(NamedTuple):
-    """Everything but sizes that decides which graph computes a call."""
+    """The facts, except sizes, that decide which graph computes a call."""
 
     structure: Hashable
-    """The arguments that are not tensors, and where the tensors stand among them."""
+    """The non-tensor arguments, and the positions of the tensors among them."""
     visible_state: int
-    """The number of the state that attributes, closures and globals are in: see `Watch`."""
+    """The number that `Watch` assigns to the current values of attributes, closures and globals."""
     inputs_need_grad: tuple[bool, ...]
     inputs: tuple[tuple[torch.dtype, str, Hashable, Hashable], ...]
-    """(dtype, device type, order in memory, class and attributes of the user's) of each input."""
+    """(dtype, device type, memory order, `look_key`) of each input."""
     entry: str
-    """The path of the part of the model that is called; '' for the model itself."""
+    """The path of the called submodule; '' for the full model."""
     layouts: tuple[tuple[str, str], ...]
     """(name, layout) of each input that is split."""
     training: tuple[bool, ...]
-    """Train or eval, of each module."""
+    """Whether each module is in training mode."""
     autocast: Autocast
     process_wide: tuple[bool, bool, torch.dtype, torch.device, tuple[Hashable, ...]]
     """Grad mode, inference mode, default dtype, default device, hooks on all modules."""
     state_needs_grad: tuple[bool, ...]
-    """Which parameters and buffers need a gradient."""
+    """Whether each parameter and buffer needs a gradient."""
     numbers: Numbers = ()
-    """The numbers that forward takes from its buffers: see `Condition`."""
+    """The numbers that forward reads from its buffers; see `Condition`."""
 
     @property
     def digest(self) -> int:
-        """A hash that is the same on every rank; Python's own differs between processes."""
+        """A hash that is equal on every rank; Python's own differs between processes."""
         return hash_text(repr(self))
 
     @property
@@ -55,7 +56,7 @@ class CallKey(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What it holds beside the arguments and the visible state, in words: what the calls of ranks may differ in."""
+        """{fact: text} of all fields except the arguments and the visible state, for errors."""
         grad, inference, dtype, device, hooks = self.process_wide
         return {
             "the part of the model that is called": self.entry or "all of it",
@@ -74,7 +75,7 @@ class CallKey(NamedTuple):
 
 
 def _true(flags: Sequence[bool]) -> str:
-    """Which of them are true: 'all 12', 'none', 'of 12 those with the numbers 3, 4'."""
+    """Returns which flags are true: 'all 12', 'none', 'of 12 those with the numbers 3, 4'."""
     if len({*flags}) < 2:
         return f"all {len(flags)}" if any(flags) else "none"
     return f"of {len(flags)} those with the numbers {', '.join(str(i) for i, flag in enumerate(flags) if flag)}"
@@ -88,12 +89,12 @@ def call_key(
     layouts: Mapping[str, Layout],
     entry: str = "",
 ) -> CallKey:
-    """The key of a call that is made now, in this thread's modes.
+    """Returns the key of a call made now, in this thread's modes.
 
     Args:
-        layouts: those of the inputs that are split.
-        entry: the path of the part that is called.
-        visible_state: the number of the state of attributes and globals.
+        layouts: the layouts of the split inputs, by name.
+        entry: the path of the called submodule.
+        visible_state: the number of the current values of attributes and globals.
         modules: all modules of the model, in a fixed order.
         state: all parameters and buffers, in a fixed order.
     """

@@ -1,11 +1,13 @@
-"""The ranks verify that they make the same call of the same model, before a collective of it could hang or mix data up.
+"""Verifies that all ranks make the same call of the same model, before its collectives hang or mix data up.
 
-Each call costs one small all-reduce of a digest, which goes on while the graph computes until it communicates itself
-(`begin_verifying`); through memory the digest goes with the first data that the graph sends, and is compared before
-they are used. Only where digests differ do the ranks send each other the facts behind them, find the first that
-differs, and raise the error that belongs to it on every rank. The
-digest also covers what the ranks have done since the last call (`history`). A new graph is compared more thoroughly,
-with the plan and every bit of the inputs: that happens once for each graph.
+Each call costs one small all-reduce of a digest. It overlaps with the graph's computation until the
+graph communicates (`begin_verifying`). Through memory, the digest travels with the first data that
+the graph sends, and the ranks compare it before they use the data. Only if digests differ do the
+ranks exchange the facts behind them; every rank then raises the error for the first fact that
+differs.
+
+The digest also covers the ranks' history since the last call (`history`). The ranks compare a new
+graph once, more thoroughly: with its plan and every bit of the inputs.
 """
 
 from __future__ import annotations
@@ -42,67 +44,68 @@ COMPILER = "torch.compile"
 SUMS = "when gradients are summed"
 SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
 Purpose = Literal["a call", "a capture for example inputs"]
-"""Why a call is prepared; the ranks compare that too, for a capture runs no collective of the graph."""
+"""Why a call is prepared. The ranks compare it, because a capture does not run the graph's collectives."""
 
 Sums = Literal["in its backward", "in a later one", "with those of earlier calls"]
 
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call whose arguments fit the model, as one rank sees it."""
+    """A call as one rank sees it; its arguments fit the model."""
 
     inputs: Leaves
-    """Of what earlier calls have left split, or a rank's part of a batch, tensors without memory that have the whole's
-    shape."""
+    """The inputs in global shapes: tensors without memory replace carried slices and shards of the batch."""
     compared: Leaves
-    """The same, with values for what must be equal on the ranks that compare the call."""
+    """Like `inputs`, but batch shards keep their values if the comparing ranks must have equal ones."""
     tensors: tuple[Tensor, ...]
-    """The call's tensors, as this rank's graph takes them."""
+    """The call's tensors on this rank; carried slices are plain tensors."""
     layouts: Mapping[str, Layout]
-    """The layouts of the inputs that earlier calls have left split."""
+    """The layouts of the inputs that earlier calls carried to this one, by name."""
     batches: Mapping[str, Layout]
-    """Those of the inputs that are parts of a batch."""
+    """The layouts of the inputs that are split along the batch, by name."""
     left_by: Sequence[object]
-    """The calls that have left them: two ranks' slices can't be compared, but must be of one whole."""
+    """The call that carried each slice here: slices differ between ranks, but must come from one call."""
     arguments: object
-    """The objects that hold the inputs."""
+    """The caller's (args, kwargs), which receive the carried values."""
     key: CallKey
     compiled: Compiled | None
-    """The graph that was captured for such a call, if there is one."""
+    """The graph captured for such calls, or None."""
     compiler: str
     """The options of torch.compile; '' without it."""
     sums: Sums
-    """When the ranks sum its gradients of parameters over the batch."""
+    """When the ranks sum the gradients of parameters over the batch."""
     visible_state: str
-    """The state of attributes and globals that forward reads, for errors."""
+    """The current values of attributes and globals that forward reads, for errors."""
 
     @property
     def elsewhere(self) -> dict[str, Tensor]:
-        """The inputs whose values are on a device that one would have to wait for."""
+        """The compared inputs whose values are on a device, so that reading them would wait for it."""
         named = zip(self.compared.names, self.compared.tensors, strict=True)
         return {f"input {name}": tensor for name, tensor in named if digests.is_elsewhere(tensor)}
 
     @property
     def rng_digest(self) -> str:
-        """A hash of the RNG state, if the call's graph draws random numbers."""
+        """A hash of the RNG state if the call's graph draws random numbers, else ''."""
         return rng_digest(self.tensors) if self.compiled is not None and self.compiled.uses_rng else ""
 
 
 def begin_verifying_call(
     group: Group, call: PreparedCall | ShardError, purpose: Purpose, snapshot: HistorySnapshot
 ) -> Callable[[], None]:
-    """The ranks begin to compare a digest of a call, and its facts if the digests differ.
+    """Starts to compare a call's digest with the other ranks, and its facts if the digests differ.
 
     Args:
-        call: the error instead, if this rank refuses the call: the others must hear of it, or they would wait.
-        snapshot: what the ranks have done since the last call.
+        call: this rank's error if it refuses the call; without it the other ranks would wait.
+        snapshot: this rank's history since the last call.
 
     Returns:
-        a function that waits for the others. It raises InputError or DistributedError if the ranks' calls, or what
-        they have done before, differ.
+        a function that waits for the other ranks. It raises InputError or DistributedError if the
+        ranks' calls or
+        histories differ.
     """
     summary = _summary_of_refusal(call, purpose) if isinstance(call, ShardError) else _summary(call, purpose, snapshot)
-    # Of another model all else may differ, too: threads that train a model each mix their calls.
+    # The model is compared first: calls of different models differ in other facts too. Threads that each
+    # train a model mix their calls.
     first = {MODEL: snapshot.facts.get(MODEL, ""), GRADIENTS: "equal up to rounding"}
     compare = begin_verifying(
         group,
@@ -125,10 +128,10 @@ def begin_verifying_call(
 
 
 def tell_failure(group: Group, failure: ShardError | None) -> None:
-    """The ranks of a group hear whether one of them has found, with ranks of another group, that a call differs.
+    """Shares with a group whether a rank found, on the mesh's other axis, that calls differ.
 
     Raises:
-        ShardError: on all of them, if one has.
+        ShardError: on every rank of the group, if one found a difference.
     """
     what = "the ranks can't make this call together"
     all_same = verify_equal(group, {}, DistributedError, what, unlike=int(failure is not None))
@@ -144,11 +147,11 @@ def tell_failure(group: Group, failure: ShardError | None) -> None:
 
 
 class _Summary(NamedTuple):
-    """A call as a short text for the digest, and as facts for errors; both must be equal on all ranks."""
+    """A call as a short text for the digest and as facts for errors; both must match on all ranks."""
 
     text: str
     facts: Callable[[], Mapping[str, str]]
-    """Is called only if the digests differ, for the texts of tensors and structures take longer than a call should."""
+    """Called only if the digests differ: texts of tensors and structures take too long for each call."""
 
 
 def _summary_of_refusal(refusal: ShardError, purpose: Purpose) -> _Summary:
@@ -160,7 +163,7 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
     compared = call.compared
     values = [digests.values_digest(tensor) if digests.is_here(tensor) else 0 for tensor in compared.tensors]
     shapes = [tuple(tensor.shape) for tensor in compared.tensors]
-    # A graph keeps the digest of its key: the text of a key is long, and hashing it would take longer than the rest.
+    # A graph stores the digest of its key: hashing the key's long text would take longer than all the rest.
     key = call.key.digest if call.compiled is None else call.compiled.digest
     rng = call.rng_digest
 
@@ -188,10 +191,10 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
 
 
 def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str] = ()) -> None:
-    """The ranks compare every bit of the unsharded model's parameters and buffers.
+    """Compares every bit of the unsharded model's parameters and buffers across the ranks.
 
     Args:
-        replaced: the names of those whose values come from elsewhere, and may differ before that.
+        replaced: the names to skip: other values replace theirs, which may differ before that.
 
     Raises:
         DistributedError: they differ.
@@ -205,7 +208,7 @@ def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str
 
 
 def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> None:
-    """The ranks compare a new graph, its plan and constants, every bit of the inputs, and the RNG state if it draws.
+    """Compares a new graph, its plan and constants, all bits of the inputs, and the RNG state if it draws.
 
     Raises:
         DistributedError: the programs, constants or RNG states differ.
@@ -238,7 +241,7 @@ PASSED = "equal tensors on every rank; a rank's part of a batch as an argument o
 
 
 def _constants(program: Program) -> dict[str, str]:
-    """Each tensor that forward reads besides its arguments, by the line that reads it -> its content."""
+    """Returns {path and line that reads it: content} of the tensors that forward reads beyond its arguments."""
     held = {n.meta["path"]: n for n in placeholders(program.captured.graph.graph) if n.meta["kind"] == "constant"}
     lines = {path: next((where(user) for user in node.users), path) for path, node in held.items()}
     constants = program.captured.constants
@@ -246,7 +249,7 @@ def _constants(program: Program) -> dict[str, str]:
 
 
 def rng_digest(tensors: Sequence[Tensor]) -> str:
-    """A hash of the state of the RNG that a call with these tensors draws from."""
+    """Returns a hash of the RNG state that a call with these tensors draws from."""
     on_gpu = any(t.is_cuda for t in tensors)
     return f"{hash_tensor(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()):x}"
 
@@ -286,13 +289,13 @@ _ERRORS: dict[str, tuple[str, str]] = {
     COMPILER: ("the ranks would compile the model with different options", "the same objective= on every rank"),
     CAPTURE: ("some ranks would capture a graph that others have", "the same calls since ts.shard on every rank"),
 }
-"""The fact that differs -> what the DistributedError says, and what to try; other facts are arguments of the call."""
+"""A differing fact -> (the DistributedError's sentence, its advice). Other facts are about arguments."""
 
 SAME_BATCH = "the same batch on all ranks of a group; mesh= where each has a part of its own"
 
 
 def call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
-    """The error for the first fact that differs between the ranks, which is its `where`."""
+    """Returns the error for the first fact that differs between the ranks; `where` is that fact."""
     if where.startswith((PARAMETER, f"{EARLIER} parameter")):
         what = "the ranks' weights have drifted apart"
         attempt = "the same updates on every rank; load_full_state_dict of one of them"

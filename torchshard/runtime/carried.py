@@ -1,9 +1,9 @@
-"""This rank's slices of what a call has left in its arguments: caches and states between two calls of a sharded model.
+"""Carried slices: this rank's slices of caches and states that one call leaves in its arguments for the next.
 
 cache.layers[0].keys                  f32[1,8@tp,5,64] on rank 0 of 2: tensor(...)
 keys.index_select(0, beams)           computed on the slice: the same slice of the result, by the op's row
 keys.sum()                            an InputError: it would be the sum of a slice
-keys.full_tensor()                    the whole, on every rank
+keys.full_tensor()                    the full tensor, on every rank
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class CarriedSlice(Tensor):
     """A rank's slice of a tensor that a call of a sharded model has left in its arguments."""
 
     sharding: Shard
-    """The layout of the whole tensor over the ranks."""
+    """The layout of the full tensor over the ranks."""
     group: Group
     left_by: tuple[int, int]
-    """The number of the model that has left it, and that of the call."""
+    """(number of the model, number of the call) that left it."""
     whole: tuple[int, ...]
-    """The shape of the whole tensor."""
+    """The shape of the full tensor."""
     plain: Tensor
-    """The same memory, unmarked."""
+    """A plain tensor with the same memory."""
 
     @classmethod
     def of(
         cls, tensor: Tensor, sharding: Shard, whole: Sequence[int], group: Group, left_by: tuple[int, int]
     ) -> CarriedSlice:
-        """The same memory, marked as a slice."""
+        """Returns a tensor with the same memory, marked as a slice."""
         marked: CarriedSlice = torch.Tensor._make_subclass(cls, tensor, tensor.requires_grad)
         marked.sharding, marked.whole, marked.group, marked.left_by = sharding, tuple(whole), group, left_by
         marked.plain = tensor
         return marked
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, with its gradient; all ranks must call it.
+        """Gathers the full tensor, with its gradient: a collective call.
 
         Source: torch.distributed.tensor.DTensor.full_tensor
         """
@@ -68,7 +68,7 @@ class CarriedSlice(Tensor):
 
     @property
     def like_whole(self) -> Tensor:
-        """A tensor of the whole's shape, without memory; contiguous, for the ranks' slices may lie otherwise each."""
+        """A tensor of the full shape without memory; contiguous, because strides may differ between ranks."""
         return torch.empty(self.whole, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
     @classmethod
@@ -111,7 +111,7 @@ class CarriedSlice(Tensor):
         return mark(run(*plain_args, **plain_kwargs), choice.results[0], whole, first.group, first.left_by)
 
     def _reshaped(self, func: OpOverload[..., Any], tensor: Tensor, size: Sequence[int]) -> Tensor:
-        """The result of `view` or `expand`, whose sizes are those of slices where other ops call them."""
+        """Returns the result of `view` or `expand`; other ops call these with the sizes of slices."""
         result: Tensor = func(tensor, size)
         dim, own = self.sharding.dim, tensor.shape
         if func is torch.ops.aten.expand.default:
@@ -128,10 +128,10 @@ class CarriedSlice(Tensor):
     def _as_planned(
         self, func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Row, Choice, tuple[int, ...]]:
-        """An op's row, its choice for the operands as they are, and the whole shape of its result.
+        """Returns an op's row, its choice for the operands' layouts, and the full shape of its result.
 
         Raises:
-            InputError: no choice of the row takes them so, or the result would not be whole or a slice.
+            InputError: the row lacks a choice for these layouts, or the result is a partial sum.
         """
 
         def whole(value: Tensor) -> Tensor:
@@ -167,31 +167,31 @@ class CarriedSlice(Tensor):
 
     @property
     def type_text(self) -> str:
-        """Its type and how the ranks hold it: 'f32[1,8@tp,5,64]'."""
+        """The tensor's type with its sharding: 'f32[1,8@tp,5,64]'."""
         return split_text(self.whole, Sharding.of((MeshAxis(self.group.size), self.sharding)), dtype_text(self.dtype))
 
 
 _READS = frozenset({"__get__", "size", "dim", "stride", "numel", "detach", "__repr__", "is_floating_point"})
-"""Functions that read what a slice is, and those that drop its gradient."""
+"""Functions that read a slice's metadata, or drop its gradient."""
 _WRITES = {torch.ops.aten.zero_.default, torch.ops.aten.mul_.Scalar}
 _SIZED = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
-"""Ops whose result is the same slice."""
+"""Ops that return the same slice."""
 
 
 def local_tensors(inputs: Leaves) -> tuple[Tensor, ...]:
-    """A call's tensors as this rank's graph takes them."""
+    """Returns a call's tensors with carried slices as plain tensors, for this rank's graph."""
     return tuple(t.plain if isinstance(t, CarriedSlice) else t for t in inputs.tensors)
 
 
 def whole_inputs(inputs: Leaves, group: Group, model: int, places: Collection[str]) -> tuple[Leaves, dict[str, Layout]]:
-    """A call's tensors, with one without memory in place of each slice; and the layouts of what earlier calls left.
+    """Returns a call's tensors, with full shapes without memory for slices, and the carried inputs' layouts.
 
     Args:
-        places: where calls leave tensors, by the names of inputs.
+        places: the names of inputs in which calls leave tensors.
 
     Raises:
-        InputError: another model has left a slice, or one of other ranks.
+        InputError: a slice is from another model, or from other ranks.
     """
     named = dict(zip(inputs.names, inputs.tensors, strict=True))
     slices = {name: tensor for name, tensor in named.items() if isinstance(tensor, CarriedSlice)}
@@ -213,7 +213,7 @@ def whole_inputs(inputs: Leaves, group: Group, model: int, places: Collection[st
 
 
 def check_once(inputs: Leaves, changes: Changes) -> None:
-    """Checks that what a call changes is not another argument of it too, which the graph takes for another tensor.
+    """Checks that a call changes no argument that is passed twice: a graph treats the two as different.
 
     Raises:
         InputError: a tensor, or an object that forward changes, is passed twice.
@@ -240,7 +240,7 @@ def check_once(inputs: Leaves, changes: Changes) -> None:
 
 
 def refuse_changes(changes: Changes) -> None:
-    """Checks that a call of the whole batch leaves nothing for the next one: it would be this rank's part of that.
+    """Checks that a call with the full batch carries no values: they would be this rank's shard of the batch.
 
     Raises:
         InputError: forward changes its arguments.
@@ -255,21 +255,21 @@ def refuse_changes(changes: Changes) -> None:
 
 
 def mark_whole(left: Sequence[object], layouts: Sequence[Layout]) -> None:
-    """Notes which tensors a call has left whole on all ranks that divide the batch, whatever their sizes are."""
+    """Marks the carried tensors that are replicated over the batch's ranks, whatever their sizes are."""
     for value, layout in zip(left, layouts, strict=True):
         if layout == I and isinstance(value, Tensor):
             value._ts_is_of_all = True  # type: ignore[attr-defined]
 
 
 def is_of_all(tensor: Tensor) -> bool:
-    """Whether a call has left a tensor whole on all ranks that divide the batch."""
+    """Returns whether a carried tensor is replicated over the batch's ranks."""
     return getattr(tensor, "_ts_is_of_all", False)
 
 
 def mark(
     tensor: Tensor, layout: Layout, whole: Sequence[int | torch.SymInt], group: Group, left_by: tuple[int, int]
 ) -> Tensor:
-    """A carried result, marked if it is a slice; `whole` has symbols where this rank's size is the whole's."""
+    """Returns a carried value, marked if it is a slice; `whole` has symbols in dims that are not split."""
     if not isinstance(layout, Shard) or group.size == 1:
         return tensor
     shape = [

@@ -1,7 +1,7 @@
-"""Hands a rank's graphs to `torch.compile`.
+"""Compiles a rank's graphs with `torch.compile`.
 
-The graphs of a step are compiled, and not `forward`: what the ranks verify of each other can't be, and captured graphs
-have no branches that would break them. So they are compiled whole, whichever way a user asks for it:
+It compiles the graphs of a step, not `forward`: the ranks' verification can't be compiled, and
+captured graphs contain no branches. So each compiles in one piece, whether a user requests it by
 `ts.shard(..., objective={"compile": True})`, `model.compile()` or `torch.compile(model)`.
 """
 
@@ -35,19 +35,19 @@ log = logging.getLogger("torchshard.runtime.compilation")
 
 
 class Compiler:
-    """torch.compile with some options, for the graphs of a rank."""
+    """torch.compile with fixed options, for the graphs of a rank."""
 
     def __init__(self, options: Mapping[str, Any], *, where: str) -> None:
         """Checks the options.
 
         Raises:
-            InputError: torch.compile does not take them.
+            InputError: torch.compile rejects them.
         """
         self._options = {key: value for key, value in options.items() if key != "fullgraph"}
         try:
             torch.compile(_nothing, **self._options)
         except Exception as error:
-            # errors of torch.compile have no class of their own
+            # torch.compile raises errors of any class
             raise InputError(
                 "torch.compile does not take these options",
                 where=where,
@@ -59,13 +59,13 @@ class Compiler:
         self._records_cuda_graphs, self._where = bool(config.get("triton.cudagraphs")), where
 
     def begin_call(self, group: Group, devices: Iterable[torch.device]) -> None:
-        """A call of the model begins: CUDA graphs may use the memory of the call before it, and of its backward.
+        """Starts a call of the model: CUDA graphs may reuse the memory of the previous call and its backward.
 
         Args:
-            devices: where the model's tensors are.
+            devices: the devices of the model's tensors.
 
         Raises:
-            InputError: collectives would not go by NCCL, which alone a CUDA graph can hold.
+            InputError: collectives would not run by NCCL, which a CUDA graph requires.
         """
         gpus = [device for device in devices if device.type == "cuda"] if self._records_cuda_graphs else []
         if not gpus:
@@ -80,11 +80,11 @@ class Compiler:
         torch.compiler.cudagraph_mark_step_begin()
 
     def __str__(self) -> str:
-        """The options, as the ranks compare them."""
+        """Returns the options as text, for the ranks to compare."""
         return ", ".join(f"{key}={_text(value)}" for key, value in sorted(self._options.items())) or "defaults"
 
     def __call__(self, scheduled: fx.GraphModule) -> Callable[..., Any]:
-        """A compiled graph; it is compiled when it is called first."""
+        """Returns the graph as a compiled callable; its first call compiles it."""
         lowered = duplicate(scheduled)
         lower(lowered)
         verify(lowered, "lowered", after="lower")
@@ -92,7 +92,7 @@ class Compiler:
         computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node) and r.op != "placeholder"))
         lowered.graph.output_node().args = (tuple(computed),)
         lowered.recompile()
-        # the compiled graph returns none of its arguments: the results are picked from what it computes and from those
+        # the compiled graph returns only the values that it computes; results that are arguments are added after it
         places = {node: place for place, node in enumerate([*computed, *sources])}
         ends = [(r, places[r] if isinstance(r, fx.Node) else None) for r in results]
         drawing = _drawing_as_ever if any(map(uses_rng, lowered.graph.nodes)) else nullcontext
@@ -100,10 +100,10 @@ class Compiler:
         groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
 
         def compiled(*arguments: Any) -> tuple[Any, ...]:
-            # the classes of parameters, and of split buffers, are ones that tracers do not know
+            # tracers do not know the classes of sharded parameters and split buffers
             plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, SliceValue)) else a for a in arguments]
             if torch._C._len_torch_dispatch_stack():
-                # a mode such as CommDebugMode wants to see the ops, and torch.compile refuses to run under it
+                # modes such as CommDebugMode observe the ops, and torch.compile refuses to run under them
                 made = lowered.forward(*plain)
             else:
                 try:
@@ -121,10 +121,10 @@ class Compiler:
 
 
 def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
-    """The compiler of a user's options; None if nothing is to be compiled.
+    """Returns the compiler for a user's options; None if they disable compilation.
 
     Raises:
-        InputError: they are no options of torch.compile.
+        InputError: they are not options of torch.compile.
     """
     if options is None or isinstance(options, bool):
         return Compiler({}, where=where) if options else None
@@ -139,12 +139,13 @@ def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
 
 
 def can_compile(local: fx.GraphModule) -> bool:
-    """Whether a compiler understands a rank's graph, and PyTorch can send its values.
+    """Returns whether a compiler can compile a rank's graph, and PyTorch can send its values.
 
-    No call of it is kept whole, and sizes follow from those of the inputs.
+    The graph must not contain calls that are kept unsplit, and its sizes must follow from the
+    inputs' sizes.
 
-    PyTorch's functional collectives, which compilers know, gather tensors of GPUs by NCCL alone: by gloo, the process
-    ends (seen with PyTorch 2.11).
+    PyTorch's functional collectives, which compilers know, gather GPU tensors by NCCL only: with
+    gloo, the process ends (seen with PyTorch 2.11).
     """
     whole = [node for node in local.graph.nodes if isinstance(node.target, (WholeCall, Stepwise))]
     if whole:
@@ -161,7 +162,7 @@ def can_compile(local: fx.GraphModule) -> bool:
 
 
 def _is_gathered_by_gloo(node: fx.Node) -> bool:
-    """Whether a conversion sends a GPU's tensors by gloo, forward or backward, otherwise than by an all-reduce."""
+    """Returns whether a conversion sends GPU tensors by gloo, forward or backward, except by all-reduce."""
     device = node_arg(node).meta["val"].device
     if device.type != "cuda" or not lookup(str(node.args[-1])).aborts_on_mismatch(device):
         return False
@@ -170,7 +171,7 @@ def _is_gathered_by_gloo(node: fx.Node) -> bool:
 
 
 def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None:
-    """The error for what a compiler, or a collective that it runs, raises; None for all else."""
+    """Returns a clearer error for a failed compiler or compiled collective; None for other errors."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return CaptureError(
             "torch.compile can't compile this rank's graph",
@@ -184,13 +185,13 @@ def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None
 
 
 def _drawing_as_ever() -> AbstractContextManager[None]:
-    """Inductor draws other random numbers than PyTorch's ops, if it is not told otherwise when it compiles."""
+    """A context in which Inductor draws the same random numbers as PyTorch's ops; by default it does not."""
     patched: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return patched
 
 
 def _nothing() -> None:
-    """What options are tried with."""
+    """The function on which options are tried."""
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,8 @@
-"""The graphs that a sharded model has captured: each ready to run on this rank, and kept under the key of its calls.
+"""The captured graphs of a sharded model, ready to run on this rank, by the key of their calls.
 
-`compile_program` makes a rank's graph of a planned program; `GraphCache` finds the graph of a call, and drops those
-that were called least recently, so that a model whose arguments change with each call does not fill the memory.
+`compile_program` turns a planned program into this rank's graph. `GraphCache` finds the graph for a
+call and drops the least recently called ones, so a model whose arguments change with each call does
+not fill the memory.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from torchshard.runtime.step import LazyStep, with_direct_collectives, without_g
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
-"""A warning is logged at this many captures: perhaps an argument that is not a tensor changes with each call."""
+"""The number of captures that triggers a warning: a non-tensor argument may change with each call."""
 MOST_GRAPHS = 64
-"""At most this many graphs are kept."""
+"""The maximum number of graphs to keep."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,30 @@ class Compiled:
 
     program: Program
     graph: fx.GraphModule
-    """This rank's graph, to read: collectives are operators with names."""
+    """This rank's graph, for reading: collectives are operators with names."""
     executable: fx.GraphModule
-    """This rank's graph, to run: collectives are called without PyTorch's dispatcher."""
+    """This rank's graph, for running: collectives bypass PyTorch's dispatcher."""
     state: tuple[str | Tensor, ...]
     """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
     digest: int
-    """The digest of its calls' key, which is the same on all ranks."""
+    """The digest of its call key, equal on all ranks."""
     carried: tuple[tuple[Layout, torch.Size], ...]
-    """The layout and the whole's shape of each result that a call leaves in its arguments."""
+    """(layout, global shape) of each carried value; the shape is empty for one that is not split."""
     uses_rng: bool
-    """Whether it draws random numbers, so that the ranks' RNG states must be equal."""
+    """Whether the graph draws random numbers; the ranks' RNG states must then be equal."""
     model_call: ModelCall
-    """The call that it was captured for, without values."""
+    """The call that the graph was captured for, without values."""
     ranks: Ranks
     _inference: dict[Compiler | None, Callable[..., Any]] = field(default_factory=dict)
     _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
     @property
     def has_step_graphs(self) -> bool:
-        """Whether calls that train run graphs of the forward and backward, and not autograd over the forward."""
+        """Whether training calls run forward and backward graphs, instead of autograd over the forward."""
         return any(step.has_graphs for step in self._training.values())
 
     def inference(self, compiler: Compiler | None) -> Callable[..., Any]:
-        """What runs calls whose gradients are not wanted, compiled by a compiler or by none."""
+        """Returns the callable for calls without gradients, compiled if `compiler` can compile the graph."""
         compiler = self._usable(compiler)
         if compiler not in self._inference:
             with without_tools():
@@ -73,7 +74,7 @@ class Compiled:
         return self._inference[compiler]
 
     def training(self, compiler: Compiler | None, unsummed: Collection[str] = ()) -> LazyStep:
-        """What runs the others, forward and backward.
+        """Returns the callable for calls with gradients: forward and backward.
 
         Args:
             unsummed: the groups over which gradients of parameters are summed later.
@@ -88,12 +89,12 @@ class Compiled:
 
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:
-        """The layout of each result: whole, or a rank's part of the batch."""
+        """The layout of each result: replicated, or split along the batch."""
         return result_layouts(self.graph.graph)
 
     @cached_property
     def results_beside(self) -> dict[int, tuple[int, ...]]:
-        """Maps a result to the results computed from its value, but not from the tensor that the caller gets."""
+        """Maps a result to the results computed from its value, but not from the caller's tensor."""
         question = self.program.asked
         divides_batch = question is not None and bool(question.constraints.batch_parts)
         count = self.program.captured.changes.results
@@ -105,9 +106,9 @@ class Compiled:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether the next call, if nothing compiles it, leaves nothing behind until it communicates.
+        """Whether the next call, if uncompiled, has no side effects until it communicates.
 
-        It would if it drew random numbers, wrote to a buffer, or made a graph of the backward.
+        Side effects are random draws, writes to buffers, and the making of a backward graph.
         """
         if not self._is_pure:
             return False
@@ -115,7 +116,7 @@ class Compiled:
 
     @cached_property
     def plan(self) -> Plan:
-        """The program's, with those of all axes of the mesh."""
+        """The program's plan, over all mesh axes."""
         return self.program.priced(with_memory=False)
 
     @cached_property
@@ -123,29 +124,29 @@ class Compiled:
         return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
-        # A copied model may run this graph as it is: parameters are its arguments.
+        # A copied model can run the same graph: parameters are its arguments.
         return self
 
 
 def graph_uses_rng(graph: fx.GraphModule) -> bool:
-    """Whether a graph draws random numbers."""
+    """Returns whether a graph draws random numbers."""
     return any(map(uses_rng, graph.graph.nodes))
 
 
 class RankProgram(NamedTuple):
-    """A program on its way to this rank's graph."""
+    """A program with the graph that this rank will localize."""
 
     program: Program
     graph: fx.GraphModule
-    """Of the last mesh axis, with its collectives, global sizes."""
+    """The graph with the collectives of all axes, and sizes that are global over the last axis."""
     coordinate: Coordinate
-    """This rank's on that axis."""
+    """This rank's coordinate on the last axis."""
     of_batch: Sequence[PlannedAxis] = ()
-    """The first rank's plans of the axes that divide the batch; the others follow them."""
+    """The first rank's plans for the axes that split the batch; the other ranks' plans follow them."""
 
     @staticmethod
     def of(program: Program, ranks: Ranks) -> RankProgram:
-        """A program up to its last axis."""
+        """Splits a program's graph for this rank over all axes, up to the local sizes of the last one."""
         own = [ranks.groups[axis.name].coordinate for axis in program.axes]
         graph, of_first = program.along(own)
         return RankProgram(program, graph, own[-1], of_first)
@@ -154,11 +155,11 @@ class RankProgram(NamedTuple):
 def compile_program(
     made: RankProgram, key: CallKey, model_call: ModelCall, ranks: Ranks, device: torch.device | None
 ) -> Compiled:
-    """A program with this rank's sizes, and its collectives called directly.
+    """Localizes a program's graph for this rank, and makes the collectives direct calls.
 
     Args:
-        key: the key of the call that the program was captured for; `model_call` is that call without values.
-        device: where the constants of the graph are put.
+        key: the key of the call that was captured; `model_call` is that call without values.
+        device: the device for the graph's constants.
     """
     program, graph = made.program, localized(made.graph, made.coordinate)
     executable = with_direct_collectives(graph)
@@ -186,22 +187,22 @@ def _carried(program: Program) -> tuple[tuple[Layout, torch.Size], ...]:
 
 
 def _graph_state(program: Program, graph: fx.GraphModule, device: torch.device | None) -> tuple[str | Tensor, ...]:
-    """The names of the model's tensors, and the constants, that are the graph's first arguments."""
+    """Returns the first arguments of a graph: the names of the model's tensors, and the constants."""
     constants = {path: t.to(device) for path, t in program.captured.constants.items()}
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
     return tuple(constants.get(n.meta["path"], n.meta["path"]) for n in nodes)
 
 
 class GraphCache:
-    """The graphs of one sharded model, by the key of their calls; the least recently called key is first."""
+    """The graphs of one sharded model by call key, least recently called first."""
 
     def __init__(self) -> None:
         self._by_key: dict[CallKey, list[Compiled]] = {}
         self._conditions: dict[CallKey, Conditions] = {}
         self.captures = 0
-        """How many graphs were captured, dropped ones included."""
+        """The number of captures, including graphs that were dropped."""
         self.latest: Compiled | None = None
-        """The graph that was captured last. It outlives `clear`, so that a moved model still shows its plan."""
+        """The last captured graph. `clear` keeps it, so a moved model still shows its plan."""
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
@@ -219,11 +220,11 @@ class GraphCache:
     def with_numbers(
         self, key: CallKey, buffers: Mapping[str, Tensor], new: Sequence[tuple[Condition, Number]] = ()
     ) -> CallKey:
-        """The key with the numbers that forward takes from buffers in such calls, as far as they are known.
+        """Returns the key with the known numbers that forward reads from buffers in such calls.
 
         Args:
             buffers: the model's tensors by name.
-            new: conditions of a graph that was captured for the key, and the numbers that it is right for.
+            new: conditions of a graph captured for the key, and the numbers for which it is correct.
         """
         key = key._replace(numbers=())
         if new:
@@ -234,7 +235,7 @@ class GraphCache:
         return key._replace(numbers=tuple(numbers.values()))
 
     def find(self, key: CallKey, inputs: Sequence[Tensor | int]) -> Compiled | None:
-        """The graph for a call, if there is one. The key becomes the one that was called last."""
+        """Returns the graph for a call, if any, and moves its key to the most recent place."""
         graphs = self._by_key.pop(key, None)
         if graphs is None:
             return None
@@ -242,7 +243,7 @@ class GraphCache:
         return next((compiled for compiled in graphs if compiled.program.assumes(inputs)), None)
 
     def add(self, key: CallKey, compiled: Compiled, latest_change: str) -> None:
-        """Keeps a graph, and drops the oldest ones of the least recently called key if there are too many.
+        """Adds a graph; beyond `MOST_GRAPHS`, drops the oldest ones of the least recently called key.
 
         Args:
             latest_change: the attribute that changed last, for the warning; '' if none did.
@@ -262,15 +263,15 @@ class GraphCache:
                     self._conditions.pop(oldest._replace(numbers=()), None)
 
     def clear(self) -> None:
-        """Drops all graphs: parameters have another dtype or device than the graphs were captured for."""
+        """Drops all graphs: they were captured for parameters of another dtype or device."""
         self._by_key.clear()
         self._conditions.clear()
 
     def refuse_dependence(self, source: nn.Module, model_call: ModelCall, program: Program) -> None:
-        """Checks that no call reads what a call of another key leaves in attributes.
+        """Checks that no call reads attributes that a call with another key assigns.
 
         Raises:
-            CaptureError: the new call reads what an earlier one leaves, or the other way round.
+            CaptureError: the new call reads attributes that an earlier one assigns, or vice versa.
         """
         for other in self:
             assigned = tuple(dict.fromkeys(program.captured.assigned + other.program.captured.assigned))

@@ -1,7 +1,8 @@
-"""What `torch.compile` around a sharded model compiles: the rank's graphs, each whole, and nothing else.
+"""Makes `torch.compile` around a sharded model compile the rank's graphs only, each in one piece.
 
-Dynamo traces `ShardedModule.forward` up to `call_outside`, which it leaves to Python: what the ranks verify of each
-other is no part of a graph. There the rank's graphs are compiled with the options of the user's `torch.compile`.
+Dynamo traces `ShardedModule.forward` up to `call_outside`, which runs as plain Python: the ranks'
+verification can't be part of a graph. There, the rank's graphs are compiled with the options of the
+user's `torch.compile`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ class Compilable(Protocol):
     """A sharded model."""
 
     def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Its forward, with graphs that a compiler compiles."""
+        """Calls the model with graphs that a compiler compiles."""
 
 
 _compilers: dict[int, Compiler] = {}
-"""The compilers of the process's calls of torch.compile, by number: traced code takes constants alone."""
+"""The compilers of this process's calls of torch.compile, by number: traced code takes only constants."""
 _REASON = (
     "the ranks verify that they make the same call, and run its compiled graph; "
     'in place of fullgraph=True use torchshard.shard(..., objective={"compile": True}), whose graphs are whole'
@@ -36,7 +37,7 @@ _REASON = (
 
 @torch.compiler.assume_constant_result
 def tracing_compiler() -> int:
-    """The number of the compiler on whose behalf Dynamo is tracing."""
+    """Returns the number of the compiler for which Dynamo is tracing."""
     backend: Any = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
@@ -48,16 +49,16 @@ def tracing_compiler() -> int:
 
 @torch.compiler.disable(reason=_REASON)
 def call_outside(model: Compilable, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-    """A call of a sharded model that Dynamo does not trace.
+    """Calls a sharded model outside of Dynamo's trace.
 
     Args:
-        compiler: the number of the compiler of its graphs.
+        compiler: the number of the compiler for its graphs.
     """
     return model.call_compiled(_compilers[compiler], args, kwargs)
 
 
 def _leave_out_own_code() -> None:
-    """Has Dynamo run this library's Python as it is: parameters that ask who reads them, hooks, what ranks compare."""
+    """Makes Dynamo run this library's Python untraced: parameters that check their reader, hooks, comparisons."""
     own = {f"torchshard.runtime.{module.name}" for module in pkgutil.iter_modules(torchshard.runtime.__path__)}
     for name in sorted(own - {"torchshard.runtime.module", __name__}) + ["torchshard.weights"]:
         trace_rules.add(name)

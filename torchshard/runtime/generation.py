@@ -1,7 +1,7 @@
-"""Hugging Face's `generate()` of a sharded model: samplers, beams, stopping and streaming stay theirs.
+"""Hugging Face's `generate()` for a sharded model, with Hugging Face's samplers, beams, stopping and streaming.
 
-Their code runs as methods of a shell: an object of the unsharded model's class with its configuration, whose calls are
-the sharded model's.
+Their code runs as methods of a shell: an object of the unsharded model's class, with its
+configuration. Calling the shell calls the sharded model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 from torch import nn
 
 _GENERATION = "transformers.generation."
-"""The package whose methods a shell runs."""
+"""The package with the methods that a shell runs."""
 _METHODS = frozenset({"generate", "can_generate"})
 """Methods that models may override, as Whisper does."""
 
 
 class Sharded(Protocol):
-    """The sharded model, as it is called here."""
+    """A sharded model, as generation uses it."""
 
     @property
     def source(self) -> nn.Module:
@@ -29,7 +29,7 @@ class Sharded(Protocol):
 
     @property
     def divides_batch(self) -> bool:
-        """Whether ranks pass parts of a batch."""
+        """Whether the batch is split across ranks."""
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the model."""
@@ -39,7 +39,7 @@ class Sharded(Protocol):
 
 
 def generation_method(model: Sharded, name: str) -> Callable[..., Any] | None:
-    """A method of Hugging Face's generation, such as `generate`, for a sharded model; None if it is none of them."""
+    """Returns a method of Hugging Face's generation, such as `generate`, for a sharded model; else None."""
     function = inspect.getattr_static(type(model.source), name, None)
     function = getattr(function, "__func__", function)
     is_theirs = getattr(function, "__module__", "").startswith("transformers.")
@@ -65,7 +65,7 @@ def _shell(model: Sharded) -> nn.Module:
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> Any:
         if sharded().divides_batch and kwargs.get("synced_gpus") is None:
-            kwargs["synced_gpus"] = True  # a rank whose part has ended goes on calling, until all have
+            kwargs["synced_gpus"] = True  # a rank that has finished its sequences keeps calling until all have
         return type(source).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     def get_encoder(self: nn.Module, *args: object, **kwargs: object) -> nn.Module:
@@ -83,7 +83,7 @@ def _shell(model: Sharded) -> nn.Module:
 
 
 def entry_of(model: nn.Module, path: str) -> nn.Module:
-    """A module with a model's parameters and their names, whose forward is that of one of its parts."""
+    """Returns a module with a model's parameters and names, but with the forward of one submodule."""
     part = model.get_submodule(path)
 
     def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
@@ -94,13 +94,13 @@ def entry_of(model: nn.Module, path: str) -> nn.Module:
 
 
 def with_self(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a function that is a method with this one."""
+    """Returns the signature with a first parameter `self`."""
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
 def _with_methods(module: nn.Module, **methods: Callable[..., Any]) -> nn.Module:
-    """A module that shares all with another one, and has other methods."""
+    """Returns a module that shares all attributes with another one, but has these methods."""
     made = copy.copy(module)
     cls = type(module)
     made.__class__ = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})

@@ -1,14 +1,15 @@
-"""Compares what the ranks have done since a sharded model's last call, in the message that precedes its next call.
+"""Compares the ranks' histories since a sharded model's last call, in the message that precedes its next call.
 
-One small all-reduce of a digest precedes each call. The digest covers the call itself, and without another message:
+One small all-reduce of a digest precedes each call. The digest covers the call itself, and without
+another message:
 
     which model is called         two models of one class, called in another order on two ranks
     the collectives since then    a backward or clipping that a rank skipped, or ran in another order
     the optimizers' steps         a step that a rank skipped, or ran with another learning rate
-    one whole parameter           in turn: weights that drift apart, whatever wrote them
+    one replicated parameter      in turn: weights that drift apart, whatever wrote them
     one split parameter           in turn: slices that were overwritten with another rank's
     gradients of the results      losses that differ: other labels, another head; up to rounding
-    tensors on other devices      their digests are computed there and compared a call later: nobody waits for them
+    tensors on other devices      digests that are computed there and compared a call later, without a wait
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _NO_GRADIENTS = Near(name=GRADIENTS)
 
 
 def gradient_sum(gradient: Tensor, number: int) -> Near:
-    """A number for the gradient of the result with this number, equal on all ranks up to rounding.
+    """Returns a number for the gradient of the result with this number, equal on all ranks up to rounding.
 
-    If it overflows, or the gradient has NaNs, its scale is so large that any two ranks count as equal: what such
-    gradients are is for the user's loss scaling to find.
+    If it overflows, or the gradient has NaNs, its scale is so large that any two ranks count as
+    equal: such gradients are left to the user's loss scaling.
     """
     value, scale = digests.weighted_sum(gradient, number)
     return Near(value, scale, GRADIENTS) if math.isfinite(scale) else Near(0.0, sys.float_info.max, GRADIENTS)
@@ -50,25 +51,25 @@ def gradient_sum(gradient: Tensor, number: int) -> Near:
 
 @dataclass(frozen=True)
 class HistorySnapshot:
-    """The part of a rank's digest that is about the time before the call."""
+    """The part of a rank's digest that covers the time before the call."""
 
     facts: Mapping[str, str]
-    """Name -> a fact that must be equal on all ranks."""
+    """Name -> a fact that must match on all ranks."""
     slice_name: str
-    """The split parameter whose turn it is; '' if there is none."""
+    """The split parameter to compare at this call; '' without one."""
     slice_digest: int
-    """The digest of this rank's slice: it must not be the same on all ranks."""
+    """The digest of this rank's slice; it is an error if all ranks have the same."""
     gradients: Near
     """The sum of the results' gradients since the last call."""
 
 
 class History:
-    """What one rank has done with one model."""
+    """One rank's history with one model."""
 
     def __init__(self, group: Group, class_name: str) -> None:
         self._group, self._class_name = group, class_name
         self.number = group.handshake.sharded_models
-        """The number of the model among those of the group."""
+        """The number of the model among the group's models."""
         group.handshake.sharded_models += 1
         self._calls, self._turn, self._failures = 0, 0, group.handshake.failures
         self._steps, self._steps_digest, self._settings = 0, 0, "none"
@@ -85,12 +86,12 @@ class History:
 
     @property
     def latest_text(self) -> str:
-        """The name of the latest call."""
+        """The name of the latest call's backward."""
         return f"backward of call {self._calls} of model {self.number}"
 
     @property
     def latest_call(self) -> tuple[int, int]:
-        """The number of the model, and that of its latest call."""
+        """(the model's number, the latest call's number)."""
         return self.number, self._calls
 
     def count_call(self) -> None:
@@ -98,42 +99,42 @@ class History:
         self._calls += 1
 
     def note_step(self, settings: str) -> None:
-        """An optimizer with these settings is about to step this model's parameters."""
+        """Counts a step of this model's parameters, which an optimizer with these settings is about to make."""
         self._steps, self._settings = self._steps + 1, settings
         self._steps_digest = hash_text(f"{self._steps_digest} {settings}")
 
     def watch_results(self, results: Iterable[object]) -> None:
-        """From now on gradients that reach these results count."""
+        """Adds hooks to results, which collect the gradients that reach them."""
         for number, result in enumerate(results):
             if isinstance(result, Tensor) and result.grad_fn is not None and digests.is_here(result):
                 result.register_hook(_GradientHook(self, number))
 
     def note_gradient(self, gradient: Tensor, number: int) -> None:
-        """Adds the gradient that a backward has computed for the result with this number."""
+        """Adds the gradient that a backward computed for the result with this number."""
         added = gradient_sum(gradient, number)
-        # Gradients of several backwards are added, for their order may differ between the ranks.
+        # A sum over several backwards, because their order may differ between the ranks.
         value, scale = self._gradients.value + added.value, self._gradients.scale + added.scale
         self._gradients = Near(value, scale, GRADIENTS)
 
     def watch(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], distinct: Mapping[str, bool]) -> None:
-        """From now on these parameters and buffers are compared, a whole one and a split one at each call.
+        """Sets the parameters and buffers to compare: at each call one replicated and one split one, in turn.
 
         Args:
             distinct: whether the ranks' slices of a split parameter are known to differ.
         """
         compared = [name for name, t in tensors.items() if _is_compared(t) and t.is_floating_point()]
         self._whole = [name for name in compared if not isinstance(layouts.get(name), Shard)]
-        # a rank whose slice is empty takes the same turns as the others
+        # a rank with an empty slice takes the same turns as the others
         self._split = [name for name in tensors if isinstance(layouts.get(name), Shard) and distinct.get(name)]
 
     def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> HistorySnapshot:
-        """The facts to compare at this call; the next call compares the next parameters.
+        """Returns the facts to compare at this call; the next call compares the next parameters.
 
         Args:
             tensors: the model's parameters and buffers, by name.
-            inputs: the call's tensors that are on another device than the CPU.
+            inputs: the call's tensors on other devices than the CPU, by name.
         """
-        if self._failures != self._group.handshake.failures:  # of calls that others than this model's were a part of
+        if self._failures != self._group.handshake.failures:  # other calls of the group may have failed since
             self.reset()
         facts = self._facts() | self._collect_digests()
         pending = dict(inputs)
@@ -159,7 +160,7 @@ class History:
         }
 
     def all_facts(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[dict[str, str], Near]:
-        """The facts to compare before a collective of the user's: steps, backwards, and every whole parameter."""
+        """Returns the facts to compare before a user's collective: steps, backwards, all replicated parameters."""
         snapshot = self.snapshot(tensors, {})
         facts = dict(snapshot.facts)
         for name, tensor in tensors.items():
@@ -168,7 +169,7 @@ class History:
         return facts, snapshot.gradients
 
     def reset(self) -> None:
-        """Starts over after an error that all ranks raise: they may have taken their turns unequally before it."""
+        """Starts over after an error that all ranks raise: their turns may have diverged before it."""
         self._turn, self._pending_digests, self._digests_done, self._gradients = 0, {}, None, _NO_GRADIENTS
         self._failures = self._group.handshake.failures
 
@@ -176,9 +177,9 @@ class History:
         return names[self._turn % len(names)] if names else ""
 
     def _slice_digest(self, tensor: Tensor) -> int:
-        """A number that the ranks' slices don't share; the rank itself if the slice proves nothing.
+        """Returns a digest of this rank's slice, or the rank if equal slices would prove no copy.
 
-        A constant slice proves nothing: all ranks may hold zeros of their own, as in a new bias.
+        Constant slices don't: each rank may have its own zeros, as in a new bias.
         """
         if not digests.is_here(tensor) or not _is_compared(tensor) or not tensor.is_floating_point():
             return self._group.rank
@@ -187,18 +188,18 @@ class History:
         return self._group.rank if is_constant else digests.values_digest(tensor, digests.SAMPLED)
 
     def _start_digests(self, tensors: Mapping[str, Tensor]) -> None:
-        """Starts computing digests on the tensors' devices; the next call reads them."""
+        """Starts to compute digests on the tensors' devices; the next call reads them."""
         self._digests_done = None
         self._pending_digests = {
             name: digests.device_digest(tensor).to("cpu", non_blocking=True) for name, tensor in tensors.items()
         }
         if any(tensor.is_cuda for tensor in tensors.values()):
-            # A copy that does not block has no values until the device gets to it: the event says when.
+            # A non-blocking copy gets its values when the device reaches it; the event marks that.
             self._digests_done = torch.cuda.Event()
             self._digests_done.record()
 
     def _collect_digests(self) -> dict[str, str]:
-        """The digests that the last call has started."""
+        """Returns the digests that the last call started."""
         if self._digests_done is not None:
             self._digests_done.synchronize()
         return {f"{EARLIER} {name}": f"{int(value):x}" for name, value in self._pending_digests.items()}

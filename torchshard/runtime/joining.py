@@ -1,4 +1,4 @@
-"""This process among the ranks of a mesh: its groups, made if there are none yet."""
+"""Finds this process's place among the ranks of a mesh; makes the groups if they are missing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SAME_MESH = "the same mesh= on every rank"
 
 
 def join_ranks(mesh: MeshLike) -> Ranks:
-    """The ranks that share the work as a mesh says, with this one's place among them.
+    """Returns the ranks of a mesh, with this process's place among them.
 
-    Without groups it makes them, as `init_process_group` does.
+    It makes missing groups, like `init_process_group`.
 
     Raises:
-        InputError: the mesh is not one of these ranks; see `read_mesh`.
+        InputError: the mesh does not fit these ranks; see `read_mesh`.
         DistributedError: `init_process_group` has made other groups than the mesh has.
     """
     if mesh is None or isinstance(mesh, (int, str)):
@@ -82,23 +82,23 @@ def _check_named(mesh: int | Data | None) -> None:
 
 
 def _wanted(mesh: MeshLike) -> Wanted:
-    """The groups that a mesh wants.
+    """Returns the groups that a mesh requires.
 
     Raises:
         InputError: see `read_mesh`.
     """
     axis, groups = read_mesh(mesh, _world_size()).last, _device_mesh(mesh)
-    if groups is not None and axis.label:  # none where all axes divide the batch
+    if groups is not None and axis.label:  # '' if all axes split the batch
         return Wanted(mesh=groups[axis.label])
     return Wanted(axis.size)
 
 
 def _axes_of(mesh: MeshLike, ranks: Ranks) -> Mesh:
-    """How these ranks share the work.
+    """Returns the mesh of these ranks.
 
     Raises:
         InputError: see `read_mesh`.
-        DistributedError: they are not the groups of the mesh.
+        DistributedError: the mesh has other groups than these ranks.
     """
     axes = read_mesh(mesh, _world_size())
     group, replicas, size = ranks.group, ranks.replicas, axes.last.size
@@ -118,10 +118,10 @@ def _axes_of(mesh: MeshLike, ranks: Ranks) -> Mesh:
 
 
 def _check_groups(mesh: DeviceMesh, ranks: Ranks) -> None:
-    """Checks that the groups along the axes of a mesh are those of these ranks.
+    """Checks that a mesh has the groups of these ranks along its axes.
 
     Raises:
-        DistributedError: they are not.
+        DistributedError: it has others.
     """
     for axis, group in reversed([*zip(ranks.axes, ranks.groups.values(), strict=True)]):
         if group.size == 1:

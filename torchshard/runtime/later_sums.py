@@ -1,7 +1,8 @@
-"""Gradients of parameters whose sums over the ranks come later: those of calls within `no_sync`.
+"""Defers the sums of parameters' gradients over the ranks, for calls within `no_sync`.
 
-A parameter keeps the parts (`ShardedParameter.unsummed`), which differ from rank to rank, and lets nobody read its
-`grad`. The backward of a call outside of `no_sync` adds its own parts to them, and the ranks sum both.
+A parameter keeps its partial gradients (`ShardedParameter.unsummed`), which differ between ranks;
+reading its `grad` raises meanwhile. The backward of a call outside of `no_sync` adds its own
+partial gradients, and the ranks sum the totals.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from torchshard.weights.parameter import ShardedParameter
 
 REDUCE = torch.ops.torchshard.reduce.default
 MESSAGE_BYTES = 25 << 20
-"""So much is summed in one message, as in DDP's buckets."""
+"""The maximum size of a message of several gradients, equal to the size of DDP's buckets."""
 Calls = tuple[Call, ...]
 
 
 class Due(NamedTuple):
-    """A part of a gradient, and what makes a gradient of it."""
+    """A partial gradient, and the deferred calls that turn it into a gradient."""
 
     part: Tensor
     calls: Calls
 
 
 def keep(parameter: ShardedParameter, due: Due) -> None:
-    """Keeps a part, beside those of earlier calls."""
+    """Keeps a partial gradient; adds it to the one kept from earlier calls."""
     kept = parameter.unsummed.get(due.calls)
     parameter.unsummed = {**parameter.unsummed, due.calls: due.part if kept is None else kept + due.part}
 
 
 def with_kept(parameter: ShardedParameter, due: Iterable[Due] = ()) -> list[Due]:
-    """Parts of a parameter's gradient with those that it keeps, and no longer does."""
+    """Returns partial gradients together with those that the parameter kept, and clears the kept ones."""
     for each in due:
         keep(parameter, each)
     kept, parameter.unsummed = parameter.unsummed, {}
@@ -45,7 +46,7 @@ def with_kept(parameter: ShardedParameter, due: Iterable[Due] = ()) -> list[Due]
 
 
 def sum_kept(parameters: Iterable[ShardedParameter]) -> None:
-    """Adds what parameters keep to their gradients: a collective call."""
+    """Sums the partial gradients that parameters keep into their `grad`: a collective call."""
     kept = [(parameter, due) for parameter in parameters for due in with_kept(parameter)]
     for (parameter, _), gradient in zip(kept, summed([due for _, due in kept]), strict=True):
         before = parameter.grad
@@ -53,7 +54,7 @@ def sum_kept(parameters: Iterable[ShardedParameter]) -> None:
 
 
 def summed(due: Sequence[Due]) -> list[Tensor]:
-    """The gradients of parts, summed over the ranks: a collective call."""
+    """Returns the gradients from partial ones, summed over the ranks: a collective call."""
     values, calls = [part for part, _ in due], [list(calls) for _, calls in due]
     while any(calls):
         under_way = [(together, _begun([values[i] for i in together], calls[together[0]][0]))
@@ -62,14 +63,14 @@ def summed(due: Sequence[Due]) -> list[Tensor]:
             value = wait(made) if isinstance(made, Pending) else made
             pieces = value.split([values[i].numel() for i in together]) if len(together) > 1 else [value]
             for i, piece in zip(together, pieces, strict=True):
-                # of several, each has memory of its own
+                # pieces of one message are copied: each gradient needs its own memory
                 values[i] = piece if len(together) == 1 else piece.view(values[i].shape).clone()
                 calls[i].pop(0)
     return values
 
 
 def _begun(values: Sequence[Tensor], call: Call) -> Any:
-    """A call of some values, as one if they are several; what it gives, or what is to be waited for."""
+    """Makes a deferred call on values, concatenated if there are several; returns its result, maybe pending."""
     value = values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
     run: Any = call.target
     if run in OPS:
@@ -78,7 +79,7 @@ def _begun(values: Sequence[Tensor], call: Call) -> Any:
 
 
 def _messages(values: Sequence[Tensor], calls: Sequence[Sequence[Call]]) -> Iterator[list[int]]:
-    """Which values go through the next of their calls together: those that one all-reduce can sum."""
+    """Yields groups of indices of values: one all-reduce can make the next call of each group."""
     equal: dict[object, list[int]] = {}
     for i, rest in enumerate(calls):
         if rest:

@@ -1,7 +1,7 @@
-"""Measures the machine at hand: how fast the ranks of the group compute, read memory, and send to each other.
+"""Measures this machine: how fast the ranks of the group compute, read memory, and communicate.
 
-The planner weighs computation against communication by a `Machine`. The presets are of common machines; on another one
-`ts.plan(..., machine=measure_machine())` plans by what this machine does.
+The planner weighs computation against communication with a `Machine`. The presets describe common
+machines; on another one, `ts.plan(..., machine=measure_machine())` plans with measured numbers.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from torchshard.plans.machine import Machine
 _OPS = torch.ops.torchshard
 
 ROUNDS = 15
-"""How often each time is measured. The median counts, and of collectives the lower quartile."""
+"""The number of measurements of each time. The median counts; for collectives, the lower quartile."""
 CALLS_PER_ROUND = 5
-"""How many collectives are timed together."""
+"""The number of collectives that are timed together."""
 SMALL_COLLECTIVE, LARGE_COLLECTIVE = (2, 2), (4096, 1024)
-"""Shapes in float32: of a collective whose time is all latency, and of one whose time is all bandwidth."""
+"""float32 shapes of two collectives: latency takes the first one's time, bandwidth the second one's."""
 COPIED = 1 << 24
-"""Elements of float32 that are copied to measure the memory's bandwidth."""
+"""The float32 elements that are copied to measure the memory bandwidth."""
 WORK_WIDTH = 512
 """The width of the products between collectives."""
 FEW_ROWS, MANY_ROWS, COLUMNS = 2, 1024, 1024
 """The sizes of the small and the large value that elementwise ops are timed on."""
 MIN_SECONDS = 1e-9
-"""Shorter times count as this one: a clock can't tell them from none, and bandwidths divide by them."""
+"""The minimum time: a clock can't distinguish shorter ones from 0, and bandwidths divide by them."""
 
 
 def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Machine:
-    """Measures a Machine for the model-parallel group of this process; a collective call, a few seconds long.
+    """Measures a Machine for this process's model-parallel group: a collective call that takes a few seconds.
 
-    Collectives are timed as a step makes them: between products, after which ranks arrive at different times and with
-    other data in their caches; back to back they would seem several times faster. The overhead of an op and the
-    bandwidth of elementwise ones are those of a training step of a few, of few elements and of many. The slowest rank's
-    times count, so that all ranks get the same Machine. All ranks count as one domain: a network between some of them
-    is not told apart.
+    Collectives are timed as in a step: between products, after which ranks arrive at different
+    times and with other data in their caches. Back to back, they would seem several times faster.
+    The op overhead and the elementwise bandwidth result from a training step of a few ops, on few
+    and on many elements. The slowest rank's times count, so all ranks get the same Machine. All
+    ranks count as one domain: a network between some of them is not detected.
 
     Args:
-        width: of the square matrices whose product is timed.
-        dtype: theirs.
+        width: the width of the square matrices of the timed product.
+        dtype: the dtype of the matrices.
 
     Raises:
-        InputError: there is no matrix product of that width or dtype.
+        InputError: matrices of that width or dtype can't be multiplied.
         DistributedError: there is no group, or a rank is gone.
     """
     if type(width) is not int or width < 1 or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -87,13 +87,13 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
 
 
 def _device(group: Group) -> torch.device:
-    """The device that the group's ranks compute on, by its backend."""
+    """Returns the device that the group's ranks compute on, by its backend."""
     on_gpu = group.process_group is not None and "nccl" in dist.get_backend_config(group.process_group)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def _compute_times(device: torch.device, width: int, dtype: torch.dtype) -> dict[str, float]:
-    """The seconds that one rank needs for a product, for a copy, and for elementwise ops."""
+    """Returns the seconds that one rank needs for a product, a copy, and elementwise ops."""
     matrix, source = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
     target = torch.empty_like(source)
     few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in (FEW_ROWS, MANY_ROWS))
@@ -106,7 +106,7 @@ def _compute_times(device: torch.device, width: int, dtype: torch.dtype) -> dict
 
 
 def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
-    """The seconds that a collective adds to a step, as graphs run it: all-reduces, and gathers along dim 1."""
+    """Returns the seconds that a collective adds to a step, run as in graphs: all-reduce, and gather along dim 1."""
     work = torch.randn(WORK_WIDTH, WORK_WIDTH, device=device)
     reduce, gather = direct(_OPS.reduce.default), direct(_OPS.all_gather.default)
     times = {}
@@ -120,9 +120,10 @@ def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
 
 
 def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
-    """A Machine's numbers for collectives: an all-reduce goes around the ring twice, an all-gather once.
+    """Returns a Machine's numbers for collectives: an all-reduce goes around the ring twice, an all-gather once.
 
-    The bandwidth is the lower of the two: a gather may also have to copy what it received into place.
+    The bandwidth is the lower of the two: a gather may also have to copy the received data into
+    place.
     """
     if world == 1:
         return {"link_bandwidth": 1 / MIN_SECONDS, "latency": 0.0, "launch": 0.0}
@@ -141,13 +142,13 @@ ELEMENTWISE_CALLS = 6
 
 
 def _elementwise(x: Tensor) -> None:
-    """A training step of ops that are not products, as models mix them."""
+    """Runs a training step of elementwise ops and norms, mixed as in models."""
     h = F.layer_norm(x, x.shape[-1:])
     (x + F.gelu(h)).backward(x.detach())
 
 
 def _elementwise_bytes() -> int:
-    """Bytes that `_elementwise` of many rows moves, as `planner.costs` counts: operands and results, both ways."""
+    """Returns the bytes that `_elementwise` moves for many rows: operands and results, as in `planner.costs`."""
     values = 2 * (2 + 2 + 3)
     return values * MANY_ROWS * COLUMNS * torch.get_default_dtype().itemsize
 
@@ -171,7 +172,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[], object]) -> float:
-    """The seconds that a collective adds to a product before it; the ranks go on without waiting for each other."""
+    """Returns the seconds that a collective adds to a product before it, without waits between the ranks."""
 
     def products(then: Callable[[], object]) -> None:
         for _ in range(CALLS_PER_ROUND):
@@ -180,17 +181,17 @@ def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[],
 
     barrier, added = torch.zeros(1, device=device), []
     for _ in range(ROUNDS):
-        # The ranks start each measurement together, or one would wait for another that is still in the last one.
+        # The ranks start each measurement together; otherwise one could wait for another's previous measurement.
         collective(group, dist.all_reduce, barrier)
         alone = _once(device, lambda: products(lambda: None))
         collective(group, dist.all_reduce, barrier)
         added.append((_once(device, lambda: products(run)) - alone) / CALLS_PER_ROUND)
-    # The lower quartile: other programs of the machine make some rounds longer, and none shorter.
+    # The lower quartile: other programs on the machine make some rounds longer, never shorter.
     return max(statistics.quantiles(added, n=4)[0], MIN_SECONDS)
 
 
 def _slowest(group: Group, times: Tensor) -> list[float]:
-    """The longest of the ranks' times, of each."""
+    """Returns each time's maximum over the ranks."""
     if group.size > 1:
         collective(group, dist.all_reduce, times, op=dist.ReduceOp.MAX)
     return [float(t) for t in times]

@@ -1,8 +1,8 @@
 """The sharded model: the same forward signature and parameter names, this rank's slices, one graph per kind of call.
 
-Like `jax.jit` it captures a graph for the first call with a key (`call_key`) and keeps it (`compiled`). Before a call
-runs, the ranks verify that they make the same one (`call_verification`). All graphs share the parameters (`state`),
-whose layouts the first graph fixes.
+Like `jax.jit`, it captures a graph for the first call with a key (`call_key`) and keeps it
+(`compiled`). Before a call runs, the ranks verify that they all make it (`call_verification`). All
+graphs share the parameters (`state`); the first graph fixes their layouts.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ from torchshard.weights.folder import Weights, check_missing, read_folder
 from torchshard.weights.slice_values import check_other_group, unwatched
 
 _CALL_LOCK = threading.RLock()
-"""Threads of a process call sharded models in turn, whichever models they are.
+"""Makes the threads of a process call sharded models one after the other, across all models.
 
-A lock for each model would not do: `torch.export` and the patches of a capture act on the whole process, and the
-collectives of two models would reach the backend in another order on each rank.
+A lock for each model would not do: `torch.export` and the patches of a capture act on the whole
+process, and the collectives of two models would reach the backend in another order on each rank.
 """
 
 
@@ -106,22 +106,23 @@ class ShardedModule(State, Notebook):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """An instance of a class of its own, whose forward has the unsharded one's signature: loops read it there."""
+        """Creates an instance of a subclass with the unsharded forward's signature, which training loops read."""
         if cls is not ShardedModule:
             return object.__new__(cls)
         return cast(Self, object.__new__(_class_for(cast(nn.Module, args[0]))))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":  # of all modules this one is called: accelerate wraps its forward for mixed precision
+        if name == "forward":  # users call only this module: accelerate wraps its forward for mixed precision
             nn.Module.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """`DistributedDataParallel` reads this attribute of each module that it wraps; its group is checked then.
+        """Checks the process group of a `DistributedDataParallel` that wraps this model: it reads this attribute.
 
-        It offers no other hook before it broadcasts rank 0's slices to all ranks, and does not pass itself.
+        DDP offers no other hook before it broadcasts rank 0's slices to all ranks. It does not pass
+        itself, so its caller's frame is read.
         """
         wrapper = sys._getframe(1).f_locals.get("self")
         if wrapper is None or type(wrapper).__name__ != "DistributedDataParallel":
@@ -135,7 +136,7 @@ class ShardedModule(State, Notebook):
         method = generation_method(self, name) if "_ts_source" in self.__dict__ else None
         return super().__getattr__(name) if method is None else method
 
-    # The parts of a sharded model refuse hooks (`ShardedSubmodule`); the whole model is called, and has them.
+    # Submodules refuse hooks (`ShardedSubmodule`), because they are not called; the model itself is called.
     register_forward_hook: Callable[..., RemovableHandle] = nn.Module.register_forward_hook
     register_forward_pre_hook: Callable[..., RemovableHandle] = nn.Module.register_forward_pre_hook
     register_full_backward_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_hook
@@ -156,7 +157,7 @@ class ShardedModule(State, Notebook):
         """Splits a model.
 
         Args:
-            whole_batches: whether each rank passes the whole of a batch that they divide, and gets whole results.
+            whole_batches: whether each rank passes the full batch, which the ranks split, and gets full results.
         """
         group, mesh = ranks.group, ranks.mesh.without_idle
 
@@ -202,16 +203,18 @@ class ShardedModule(State, Notebook):
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:
-        """An optimizer with these settings is about to step this model's parameters."""
+        """Counts a step of this model's parameters, which an optimizer with these settings is about to make."""
         for history in self._histories:
             history.note_step(settings)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """An optimizer was made of this model's parameters."""
+        """Marks the slices in the state dicts of an optimizer of this model's parameters."""
         mark_state_dicts(optimizer)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """As `State.full_state_dict`; first the ranks compare what they have done, and the whole parameters they hold.
+        """Gathers the unsharded model's state dict on every rank: a collective call.
+
+        First the ranks compare their histories and their replicated parameters.
 
         Raises:
             DistributedError: the ranks have drifted apart.
@@ -221,7 +224,7 @@ class ShardedModule(State, Notebook):
 
     @property
     def _histories(self) -> list[History]:
-        """What this rank has done with the model, as the ranks of its model see it, and the replicas."""
+        """This rank's histories: the one compared over the model's axis, then the one over the replicas."""
         return [self._ts_history] if self._ts_across is None else [self._ts_history, self._ts_across]
 
     @property
@@ -230,29 +233,29 @@ class ShardedModule(State, Notebook):
 
     @property
     def _batch_group(self) -> Group | None:
-        """The group that divides the batch, if one does."""
+        """The group that the batch is split over, or None."""
         if self._ts_constraints.mesh.across:
             return self._ts_ranks.replicas
         return self._ts_group if self._ts_constraints.data else None
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
-        """The names of the groups that divide the batch."""
+        """The names of the groups that the batch is split over."""
         if self._ts_constraints.mesh.across:
             return tuple(each.axis.name for each in self._ts_constraints.of_batch)
         return (self._ts_group.name,) if self._ts_constraints.data else ()
 
     @property
     def _split_over_data(self) -> dict[str, Layout]:
-        """The layouts of what is in slices over a data axis."""
+        """The layouts of the tensors that are split over a data axis, by name."""
         found = (item for of_axis in self._ts_of_batch.values() for item in of_axis.items())
         return {name: layout for name, layout in found if isinstance(layout, Shard)}
 
     def verify_state(self) -> None:
-        """Checks that the ranks have done the same with this model, and hold equal whole parameters: a collective call.
+        """Checks that the ranks' histories and replicated parameters match: a collective call.
 
         Raises:
-            DistributedError: they have not.
+            DistributedError: they differ.
         """
         if not self._verifies_calls():
             return
@@ -276,9 +279,9 @@ class ShardedModule(State, Notebook):
     # --- calling -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Computes the unsharded model's forward for these arguments; the result is the same on every rank.
+        """Computes the unsharded model's forward; the results are equal on every rank.
 
-        Where the ranks divide the batch, results that have it are this rank's part.
+        If each rank passes its shard of the batch, results with the batch are this rank's shard.
 
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
@@ -290,10 +293,10 @@ class ShardedModule(State, Notebook):
     def call_compiled(
         self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str = ""
     ) -> Any:
-        """As `forward`, with graphs that a compiler compiles.
+        """Computes `forward` with graphs that `compiler` compiles, if there is one.
 
         Args:
-            entry: the path of the part that is called; '' for the model itself.
+            entry: the path of the called submodule; '' for the model itself.
         """
         with _CALL_LOCK:
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
@@ -301,18 +304,19 @@ class ShardedModule(State, Notebook):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leaves the sums of gradients over the ranks that divide the batch to the next call outside of this context.
+        """Defers the sums of gradients over the batch's ranks to the next call outside of this context.
 
-        For gradients that are accumulated over several calls: parameters keep this rank's parts, and the backward of
-        the next call sums them with its own. Until then nobody may read `p.grad`; `zero_grad()` drops them. It is the
-        forward that has to be within the context. A whole gradient of each slice is held meanwhile.
+        Use it to accumulate gradients over several calls: parameters keep this rank's partial
+        gradients, and the backward of the next call sums them together with its own. Until then
+        reading `p.grad` raises; `zero_grad()` drops the partial gradients. The forward has to run
+        within the context. Meanwhile a rank stores gradients that are not split over the data axes.
 
             with model.no_sync():
                 for batch in batches[:-1]:
                     model(batch).backward()
             model(batches[-1]).backward()
 
-        Where the ranks do not divide the batch, by `data=` or `mesh=`, this does nothing.
+        It does nothing unless `data=` or `mesh=` splits the batch across ranks.
 
         Source: torch.nn.parallel.DistributedDataParallel.no_sync, FullyShardedDataParallel.no_sync
         """
@@ -324,11 +328,11 @@ class ShardedModule(State, Notebook):
 
     @property
     def divides_batch(self) -> bool:
-        """Whether ranks pass parts of a batch, and have to call the model together."""
+        """Whether the batch is split across ranks, which must then call the model together."""
         return bool(self._batch_axes)
 
     def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
+        """Calls one submodule, as generation calls an encoder; it has its own graphs."""
         if path not in self._ts_entries:
             self._ts_entries[path] = KnownCalls(entry_of(self.source, path))
         return self.call_compiled(self._ts_compiler, args, kwargs, path)
@@ -375,7 +379,7 @@ class ShardedModule(State, Notebook):
         if self._verifies_calls() and torch.is_grad_enabled():
             if self._ts_across is not None:
                 self._ts_across.watch_results(equal)
-                equal = results  # of one part of the batch
+                equal = results  # over the model's axis, ranks compute the same shard of the batch
             self._ts_history.watch_results(equal)
         kept = [
             mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
@@ -386,8 +390,11 @@ class ShardedModule(State, Notebook):
         return captured.finish([*results, *kept], call.arguments)
 
     def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
-        """What runs a call: with a graph of the backward if gradients are wanted, except where PyTorch is to trace it,
-        or each collective is to be verified."""
+        """Returns the callable for a call: with a backward graph if gradients are enabled.
+
+        PyTorch's autograd computes the backward if PyTorch traces the call, or if each collective
+        is verified.
+        """
         if self._ts_group.level is CheckLevel.ALL or any(map(is_fake, call.tensors)):
             if call.sums == "with those of earlier calls":
                 sum_kept(self._ts_parameters.values())
@@ -397,7 +404,7 @@ class ShardedModule(State, Notebook):
         return compiled.training(compiler).next_call() if torch.is_grad_enabled() else compiled.inference(compiler)
 
     def _run_unsummed(self, training: LazyStep, sums: Sums, *tensors: Any) -> Any:
-        """Runs a call whose backward keeps parts of gradients, or sums them with those that were kept."""
+        """Runs a call, and keeps its partial gradients or sums them with those kept earlier."""
         run, keeps = training.next_call(), sums == "in a later one"
         reached = set(map(id, training.parameters(*tensors)))
         if not keeps:
@@ -405,9 +412,10 @@ class ShardedModule(State, Notebook):
         return run(*tensors, keeps=keeps) if training.has_graphs else run(*tensors)
 
     def _can_run_ahead(self, call: PreparedCall, compiler: Compiler | None) -> bool:
-        """Whether the call's graph may run, until it communicates, before the ranks know that all make this call.
+        """Returns whether the call's graph may start before the ranks have verified the call.
 
-        A compiled graph would communicate past `wire`, which waits for that.
+        The graph waits for that when it first communicates. A compiled graph communicates past
+        `wire`, which does the waiting.
         """
         if call.compiled is None or compiler is not None or self._ts_group.level is CheckLevel.ALL:
             return False
@@ -423,14 +431,14 @@ class ShardedModule(State, Notebook):
         compiler: Compiler | None = None,
         entry: str = "",
     ) -> tuple[PreparedCall | ShardError, Callable[[], None]]:
-        """A call that all ranks make, and a function that waits until they have compared its key, shapes and values.
+        """Prepares a call, and returns it with a function that waits until the ranks have compared it.
 
-        A rank that refuses the call takes part in the comparison, for the others would wait for it; the function raises
-        its error.
+        The ranks compare its key, shapes and values. A rank that refuses the call takes part in the
+        comparison, because the others would wait for it; the function raises its error.
         """
         call: PreparedCall | ShardError
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # what is read of slices is that of any tensor
+            with torch._C.DisableTorchFunctionSubclass():  # reads slices as plain tensors
                 call = self._prepared_call(args, kwargs, purpose, compiler, entry)
         except ShardError as error:
             call = error
@@ -451,18 +459,18 @@ class ShardedModule(State, Notebook):
         return call, verify
 
     def _begin_comparing(self, call: PreparedCall | ShardError, purpose: Purpose) -> Callable[[], None]:
-        """The ranks of the model's axis begin to compare a call; the function that is returned waits for them."""
+        """Starts to compare a call over the model's axis; returns a function that waits for the result."""
         try:
             return begin_verifying_call(self._ts_group, call, purpose, self._history_snapshot(call))
         except ShardError as error:
             if self._ts_across is None:
                 raise
-            return partial(_raise, error)  # when the ranks of the data axis, which do not know of it, can be told
+            return partial(_raise, error)  # later, when the ranks of the data axis can learn of it
 
     def _finish_comparing(self, compare: Callable[[], None], call: PreparedCall | ShardError, purpose: Purpose) -> None:
-        """Waits until the ranks of the model's axis have compared a call; then those of the data axis do.
+        """Waits for the comparison of a call over the model's axis, then compares it over the data axis.
 
-        What they find along one axis, all ranks of the other have to know.
+        A difference along one axis must raise on all ranks of the other.
         """
         if self._ts_across is None or not self._verifies_calls():
             return compare()
@@ -526,7 +534,7 @@ class ShardedModule(State, Notebook):
         calls = [t.left_by for t in given.tensors if isinstance(t, CarriedSlice)]
         if compiled is not None:
             check_once(given, compiled.program.captured.changes)
-        elif torch.is_grad_enabled():  # the key says what needs a gradient: no such call ever has a graph
+        elif torch.is_grad_enabled():  # a refused call never has a graph: the key contains requires_grad
             names = [name for name, names in self._ts_names.items() if names[0] not in self._ts_parameters]
             check_buffers({name: self._ts_tensors[name] for name in names})
         how = "" if compiler is None else str(compiler)
@@ -535,14 +543,14 @@ class ShardedModule(State, Notebook):
         )
 
     def _follow_assigned(self) -> None:
-        """Takes over attributes that were assigned since the last call; parts that are called have copies of some."""
+        """Notices attributes assigned since the last call, and drops entries for submodules, which copy some."""
         self._ts_watch.look()
         self._ts_entries = {"": self._ts_entries[""]}
         self._ts_assigned.clear()
 
     @property
     def _sums(self) -> Sums:
-        """When the ranks sum gradients of a call that is made now."""
+        """When the ranks sum the gradients of a call made now."""
         if not self._batch_axes or not torch.is_grad_enabled():
             return "in its backward"
         if self._ts_is_in_no_sync:
@@ -550,7 +558,7 @@ class ShardedModule(State, Notebook):
         return "with those of earlier calls" if any(map(_is_unsummed, self.parameters())) else "in its backward"
 
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
-        # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
+        # Until the first graph fixes the layouts, they follow each rank's own plan, and plans may differ.
         if self._ts_fixed and not self._ts_watched:
             tensors, distinct = self._tensors_by_first_name(), self._ts_distinct
             self._ts_history.watch(tensors, self._ts_layouts, distinct[MODEL])
@@ -566,11 +574,11 @@ class ShardedModule(State, Notebook):
         return history.snapshot(self._ts_tensors, call.elsewhere)
 
     def _verifies_calls(self) -> bool:
-        """Whether the ranks compare what they do with this model."""
+        """Returns whether the ranks compare their calls of this model."""
         return self._ts_ranks.count > 1 and self._ts_group.level is not CheckLevel.OFF
 
     def _check_has_values(self, inputs: Leaves) -> None:
-        """Inputs and parameters have values; or none of them has, as in a dry run on the meta device."""
+        """Checks that inputs and parameters all have values, or all lack them, as in a dry run on the meta device."""
         without = [n for n, t in zip(inputs.names, inputs.tensors, strict=True) if t.is_meta or is_fake(t)]
         if not without:
             self.check_initialized()
@@ -583,20 +591,20 @@ class ShardedModule(State, Notebook):
             )
 
     def _check_devices(self, inputs: Leaves) -> None:
-        """Checks the inputs' devices, which is slow, once for each combination."""
+        """Checks the inputs' devices, once per combination: the check is slow."""
         devices = tuple(t.device for t in inputs.tensors)
         if devices not in self._ts_fitting_devices:
             check_devices(self.source, inputs)
             self._ts_fitting_devices.add(devices)
 
     def compile(self, **options: Any) -> None:
-        """Compiles the graphs of later calls by `torch.compile`, as with the objective `{"compile": options}`.
+        """Compiles the graphs of later calls with `torch.compile`, like the objective `{"compile": options}`.
 
         Args:
             options: keyword arguments of torch.compile, such as backend, mode, dynamic.
 
         Raises:
-            InputError: torch.compile does not take them.
+            InputError: torch.compile rejects them.
 
         Source: torch.nn.Module.compile
         """
@@ -615,7 +623,7 @@ class ShardedModule(State, Notebook):
 
     @without_tools()
     def _compile(self, call: PreparedCall, args: Sequence[object], kwargs: Mapping[str, object]) -> Compiled:
-        """Captures, plans and compiles a call that no graph fits, on all ranks together."""
+        """Captures, plans and compiles a call that needs a new graph, on all ranks together."""
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
         self.give_source_numbers()
@@ -662,7 +670,7 @@ class ShardedModule(State, Notebook):
         return compiled
 
     def _note_left(self, places: Sequence[tuple[str, ...]]) -> None:
-        """Warns of results that forward leaves in attributes, for calls of a graph do not; reading them is an error."""
+        """Warns about tensors that forward stores in attributes: graphs don't store them, and reading them raises."""
         new = [place for place in places if place not in self._ts_left_places]
         self._ts_left_places.update(new)
         submodules = dict(self.named_modules())
@@ -689,17 +697,17 @@ class ShardedModule(State, Notebook):
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The latest captured graph with its collectives, global sizes."""
+        """The latest captured graph, with its collectives and global sizes."""
         return self._latest().program.graph
 
     @property
     def local_graph(self) -> fx.GraphModule:
-        """The latest captured graph as this rank runs it: parameters and inputs are its arguments."""
+        """The latest captured graph of this rank; parameters and inputs are its arguments."""
         return self._latest().graph
 
     @property
     def captures(self) -> int:
-        """The number of graphs captured so far, one for each kind of call; a number that keeps growing costs time."""
+        """The number of captured graphs, one per kind of call; a number that keeps growing costs time."""
         return self._ts_graphs.captures
 
     def _latest(self) -> Compiled:
@@ -714,7 +722,7 @@ class ShardedModule(State, Notebook):
 
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedModule]] = weakref.WeakValueDictionary()
-"""The class of unsharded models -> that of sharded ones: `torch.func.stack_module_state` wants one for all."""
+"""Class of unsharded models -> class of sharded ones: `torch.func.stack_module_state` requires equal classes."""
 
 
 def _class_for(model: nn.Module) -> type[ShardedModule]:
@@ -742,7 +750,7 @@ def _is_unsummed(parameter: Tensor) -> bool:
 
 
 def _nothing() -> None:
-    """Waits for nothing."""
+    """A wait that returns at once."""
 
 
 def _raise(error: ShardError) -> NoReturn:
@@ -758,7 +766,7 @@ def _warn_of_global_hooks() -> None:
 
 
 def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:
-    """After a failure: raises InputError if the inputs' floating dtypes are none of the model's."""
+    """After a failure, raises InputError if an input has a floating dtype that the model lacks."""
     dtypes = {t.dtype for t in state if t.is_floating_point()}
     for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
         if tensor.is_floating_point() and dtypes and tensor.dtype not in dtypes:
@@ -772,7 +780,7 @@ def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:
 
 
 def _check_indices(error: Exception) -> None:
-    """After a failure: raises InputError if an op has refused an index, as an embedding does."""
+    """After a failure, raises InputError if an op rejected an index, as an embedding does."""
     if str(error).startswith("index out of range"):
         raise InputError(
             "an index is out of range",
@@ -783,11 +791,11 @@ def _check_indices(error: Exception) -> None:
 
 
 def _model_call(inputs: Leaves, call: PreparedCall, made: Program) -> ModelCall:
-    """A call without values, as a rehearsal makes it again."""
+    """Returns a call without values, for a rehearsal to repeat."""
     return ModelCall(inputs, call.key.training, [number for _, number in made.captured.conditions])
 
 
 def _without_storage(inputs: Leaves) -> Leaves:
-    """A call's inputs without memory, which a graph may keep as long as it lives."""
+    """Returns a call's inputs without memory, which a graph can store for its lifetime."""
     tensors = (without_storage(tensor).requires_grad_(tensor.requires_grad) for tensor in inputs.tensors)
     return replace(inputs, tensors=tuple(tensors), arguments=((), {}))

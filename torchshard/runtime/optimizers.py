@@ -1,8 +1,9 @@
 """Observes the steps of optimizers of sharded models, and refuses optimizers that would step slices wrongly.
 
-At each step of an optimizer that has parameters of a sharded model, the model counts the step and notes the optimizer's
-settings; the ranks compare both at the model's next call. Before its first step an optimizer is checked: whether its
-steps of slices are the slices of its steps, and whether its state belongs to the slices that it steps.
+At each step of an optimizer with parameters of a sharded model, the model counts the step and notes
+the optimizer's settings; the ranks compare both at the model's next call. Before an optimizer's
+first step, two checks run: steps on slices must equal slices of the full step, and the optimizer's
+state must belong to the slices that it steps.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torchshard.weights.slice_values import SliceValue, check_other_group, unwat
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
 
 OptimizerState = Mapping[str, object]
-"""What an optimizer keeps for one parameter: tensors, such as 'exp_avg', and numbers."""
+"""An optimizer's state for one parameter: tensors, such as 'exp_avg', and numbers."""
 
 
 class StepCounter(Protocol):
     """A sharded model, as optimizers see it."""
 
     def note_step(self, settings: str) -> None:
-        """An optimizer steps this model's parameters."""
+        """Counts a step of this model's parameters by an optimizer with these settings."""
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """The model's parameters."""
@@ -43,17 +44,18 @@ class StepCounter(Protocol):
 class _StepObserver:
     """Observes the steps of all optimizers of this process.
 
-    Nobody tells a model which optimizers will get its parameters, and PyTorch's only hooks for optimizers that are made
-    later are those for all of a process. So there is one observer in a process. Its hooks are set when a model is first
-    sharded, and stay: a slice's state may be loaded into an unsharded optimizer when the sharded model is gone. What it
-    remembers, it remembers weakly: no model, parameter or optimizer lives longer for it.
+    A model can't know which optimizers will get its parameters, and PyTorch's only hooks for future
+    optimizers are process-wide. So each process has one observer. Its hooks are set when a model is
+    first sharded, and stay: a slice's state may be loaded into an unsharded optimizer after the
+    sharded model is gone. Its references are weak, so models, parameters and optimizers are freed
+    as usual.
     """
 
     def __init__(self) -> None:
         self._sharded_from = WeakIdKeyDictionary()
-        """A parameter of an unsharded model -> a weak reference to the model that was sharded from it."""
+        """A parameter of an unsharded model -> a weak reference to the model sharded from it."""
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that were checked before their first step."""
+        """The optimizers that were checked before their first step, even if the check raised."""
         self._has_hooks = False
 
     def observe(self, model: StepCounter, source: nn.Module) -> None:
@@ -82,9 +84,10 @@ class _StepObserver:
             cast(StepCounter, model).note_step(settings)
 
     def _check_trained(self, optimizer: Optimizer, stale: Sequence[Tensor]) -> None:
-        """Refuses an optimizer of parameters whose model was sharded since: they get no gradients.
+        """Refuses an optimizer of parameters that get no gradients, because their model was sharded afterwards.
 
-        Only once the sharded model has gradients is it sure that the user trains that one, and not the unsharded one.
+        Only gradients in the sharded model prove that the user trains that model, and not the
+        unsharded one.
         """
         if not stale or any(p.grad is not None and bool(p.grad.any()) for p in stale):
             return
@@ -101,7 +104,7 @@ class _StepObserver:
 
 
 def _check_places(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
-    """Refuses gradients and state that are slices which another rank has saved; assigning them says nothing."""
+    """Refuses gradients and state that are another rank's saved slices; assigning them raises no error."""
     for parameter in slices:
         for name, value in (("grad", parameter.grad), *optimizer.state.get(parameter, {}).items()):
             if isinstance(value, StateSlice) and not is_same_slice(value.place, parameter.place):
@@ -117,16 +120,16 @@ _OBSERVER = _StepObserver()
 
 
 def observe_steps(model: StepCounter, source: nn.Module) -> None:
-    """From now on steps of optimizers that have parameters of a sharded model, or of its source, are observed."""
+    """Starts to observe optimizers that step parameters of a sharded model or of its source."""
     _OBSERVER.observe(model, source)
 
 
 def _wrap_steps() -> None:
     """Makes PyTorch's own optimizers step slices unwatched.
 
-    Hooks can't do this: the user's hooks run between them, so does a closure, and none runs after a step that raised.
-    So the classes' own functions are wrapped, inside PyTorch's hooks. A class that is missed still steps correctly, but
-    slower.
+    Hooks can't do this: the user's hooks and closure run between them, and no hook runs after a
+    step that raises. So the classes' own functions are wrapped, inside PyTorch's hooks. A class
+    without a wrapper steps correctly too, but slower.
     """
     for cls in vars(torch.optim).values():
         if not (isinstance(cls, type) and issubclass(cls, Optimizer) and "step" in vars(cls)):
@@ -144,15 +147,15 @@ def _wrap_steps() -> None:
 
 
 _STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
-"""The classes of tensors that PyTorch's optimizers may step unwatched: others may rely on code of their own."""
+"""The classes of tensors that PyTorch's optimizers may step unwatched; others may rely on their own code."""
 
 
 def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a step with slices as plain tensors: PyTorch's optimizers treat slices correctly, and watching is slow."""
+    """Wraps a step to take slices as plain tensors: PyTorch's optimizers handle them, and watching is slow."""
 
     @functools.wraps(step)
     def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a subclass may have methods of its own
+        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
         if not is_pytorchs or any(type(p) not in _STEPPED for p in _parameters(optimizer)):
             return step(optimizer, *args, **kwargs)
         args = tuple(watched(arg) if callable(arg) else arg for arg in args)
@@ -166,7 +169,7 @@ def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_compiled() -> bool:
-    """Whether `torch.compile` compiles the functions that are called from here."""
+    """Returns whether `torch.compile` compiles the functions called from here."""
     return get_eval_frame_callback() not in (None, False)
 
 
@@ -177,8 +180,11 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
 
 
 _UNMARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers whose states may have slices that do not know it: before the first step, after a load, and while their
-steps are compiled, for compiled graphs take plain tensors."""
+"""The optimizers that may have unmarked slices in their states.
+
+That is so before the first step, after a load, and while their steps are compiled, because compiled
+graphs take plain tensors.
+"""
 
 
 def _unmark_states(optimizer: Optimizer) -> None:
@@ -189,7 +195,7 @@ def _unmark_states(optimizer: Optimizer) -> None:
 
 
 def _mark_states(optimizer: Optimizer) -> None:
-    """Marks what an optimizer keeps for slices, which people read and save, too."""
+    """Marks an optimizer's state of slices, because users read and save it."""
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, ShardedParameter) and parameter.is_split:
             for name, value in state.items():
@@ -202,9 +208,9 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    """The settings of an optimizer's group, in a form that is the same on every rank.
+    """Returns the settings of an optimizer's group, in a form that is equal on every rank.
 
-    Tensors on other devices are left out, for reading one would wait for its device.
+    It omits tensors on other devices, because reading them would wait for the device.
     """
     settings: dict[str, object] = {}
     for name, value in group.items():
@@ -216,7 +222,7 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
 
 
 def _without_address(value: object) -> object:
-    """A setting whose text is the same on every rank; of an object that has no such text, only the type."""
+    """Returns a setting as values with the same text on every rank; for other objects, the type's name."""
     if isinstance(value, (list, tuple)):
         return [_without_address(item) for item in value]
     if isinstance(value, dict):
@@ -229,21 +235,21 @@ _BY_ELEMENT = frozenset([
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
     "Lion", "ZeroRedundancyOptimizer",
 ])  # fmt: skip
-"""Optimizers that treat each element by itself, so that steps of slices are slices of steps."""
+"""Optimizers that treat each element separately, so steps of slices are slices of steps."""
 _BY_TENSOR = frozenset([
     "Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad",
     "AdaFactor", "Adalayer", "KFAC", "Sophia",
 ])  # fmt: skip
-"""Optimizers that look at a whole matrix, or at the whole model."""
+"""Optimizers that compute from a full matrix, or from the full model."""
 
 
 def _class_of_step(optimizer: Optimizer) -> str:
-    """The name of the class whose `step` an optimizer has: a subclass that only changes defaults steps as its base."""
+    """Returns the name of the class that defines `step`: a subclass that changes only defaults inherits it."""
     return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
 
 
 def check_class_of_slices(optimizer: Optimizer) -> None:
-    """Refuses an optimizer of slices that steps them differently than the whole; warns of one that is not known."""
+    """Refuses an optimizer that would step slices differently than full tensors; warns of unknown classes."""
     if not any(isinstance(p, ShardedParameter) and p.is_split for p in _parameters(optimizer)):
         return
     optimizer = _innermost(optimizer)
@@ -264,13 +270,13 @@ def check_class_of_slices(optimizer: Optimizer) -> None:
 
 
 def _innermost(optimizer: Optimizer) -> Optimizer:
-    """The one that steps: accelerate and Lightning wrap it."""
+    """Returns the optimizer that steps: accelerate and Lightning wrap it."""
     inner = getattr(optimizer, "optimizer", None)
     return _innermost(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
 
 
 def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
-    """Checks an optimizer of slices, and has the state dicts that it loads and saves checked and marked from now on."""
+    """Checks an optimizer of slices, and adds the hooks that check and mark its state dicts."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         groups = {group.name: group for p in slices for group in (p.ranks.group, *p.ranks.groups_of(p.sharding))}
         check_other_group(getattr(optimizer, "process_group", None), groups.values(), "ZeroRedundancyOptimizer")
@@ -284,11 +290,11 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
 
 
 _MARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers whose state dicts hold marked slices."""
+"""The optimizers with hooks that mark slices in state dicts."""
 
 
 def mark_state_dicts(optimizer: Optimizer) -> None:
-    """From now on the optimizer's state dicts hold slices that know their place, and those it loads are checked."""
+    """Makes slices in an optimizer's state dicts know their place, and has loaded state dicts checked."""
     if optimizer not in _MARKED:
         _MARKED.add(optimizer)
         optimizer.register_load_state_dict_pre_hook(_checked_state)
@@ -318,7 +324,7 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
     own = parameter.place
     for name, value in state.items():
         place = place_of(value)
-        # The name may differ, as when the model is now a part of another one: the rest decides.
+        # The name may differ, as when the model is now a part of another one; the rest of the place must match.
         if place is not None and not is_same_slice(place, own):
             raise InputError(
                 f"the optimizer's {name} of {parameter.path!r} is another slice's",
@@ -337,7 +343,7 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
 
 
 def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict that is to be loaded, with plain tensors in the place of slices.
+    """Returns a state dict to load, with plain tensors instead of slices.
 
     Raises:
         InputError: it has a slice of another place.
@@ -356,16 +362,16 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 
 def _cut(value: object, parameter: ShardedParameter) -> object:
-    """This rank's slice of an optimizer's tensor for a whole parameter; anything else as it is."""
+    """Returns this rank's slice of an optimizer's tensor for a full parameter; other values as they are."""
     if not isinstance(value, Tensor) or place_of(value) is not None or tuple(value.shape) != parameter.whole:
         return value
     own = parameter.sharding.local(value, parameter.ranks.place)
-    # fused steps go through memory: the strides must be the parameter's
+    # fused steps run through memory in order: the strides must be the parameter's
     return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
 
 
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's state dict, in which tensors of a slice's shape know what they are slices of."""
+    """Returns the optimizer's state dict; tensors of a slice's shape know their place in the full tensor."""
     parameters, mark = _parameters(optimizer), _whole_copy if wants_whole() else _with_place
     states = dict(state_dict["state"])
     for index, state in states.items():
@@ -382,7 +388,7 @@ def _with_place(value: object, parameter: ShardedParameter) -> object:
 
 
 def _whole_copy(value: object, parameter: ShardedParameter) -> object:
-    """A copy of a state, gathered from all ranks if it is a slice's: a collective call."""
+    """Returns a copy of a state, gathered from all ranks if it is a slice's: a collective call."""
     if not isinstance(value, Tensor):
         return value
     if not (parameter.is_split and is_slice_state(value, parameter)):
@@ -391,5 +397,5 @@ def _whole_copy(value: object, parameter: ShardedParameter) -> object:
 
 
 def is_slice_state(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether what an optimizer keeps for a parameter is one number per element."""
+    """Returns whether an optimizer's state for a parameter has one number per element."""
     return isinstance(value, Tensor) and value.shape == parameter.shape

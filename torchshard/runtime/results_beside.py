@@ -56,7 +56,7 @@ def refuse_hooks(results: Sequence[object], beside: Mapping[int, Sequence[int]],
 
 
 class _Refusal:
-    """A hook on a result, for another one."""
+    """A hook on a result; raises if another result, which this backward bypasses, has a hook."""
 
     __torch_unserializable__ = True  # without it torch.save warns that it leaves this hook out
 

@@ -1,7 +1,7 @@
 """The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their shardings.
 
-`State` keeps them consistent with what users do to a module's tensors (move, cast, replace, load, copy), and holds the
-unsharded model without memory, from which graphs are captured.
+`State` keeps them consistent when users move, cast, replace, load or copy a module's tensors. It
+contains the unsharded model without memory, from which graphs are captured.
 """
 
 from __future__ import annotations
@@ -67,22 +67,22 @@ class State(ShardedSubmodule):
         """Takes this rank's slices of a model.
 
         Args:
-            layouts: of parameters and buffers, over the model's axis.
-            of_batch: over each data axis, by its name.
-            weights: what the parameters and buffers get in place of the model's values.
-            cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
+            layouts: the layouts of parameters and buffers over the model's axis, by name.
+            of_batch: their layouts over each data axis, by the axis's name.
+            weights: values that replace the model's.
+            cut: False leaves all tensors without memory until `_fix_layouts` knows the slices.
         """
         super().__init__(model_without_storage(model))
         self._ts_ranks, self._ts_group = ranks, ranks.group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
         self._ts_of_batch: dict[str, Mapping[str, Layout]] = dict(of_batch or {})
         self._ts_fixed = False  # whether a graph has fixed the layouts
-        self._ts_swapped: list[tuple[str, Tensor]] = []  # tensors that others have replaced before that
-        self._ts_unfixed = [weakref.ref(self)]  # this model and its copies, whose layouts the first graph of one fixes
+        self._ts_swapped: list[tuple[str, Tensor]] = []  # tensors that users replaced before that
+        self._ts_unfixed = [weakref.ref(self)]  # with its copies: the first graph of one fixes the layouts of all
         self._ts_names = shared_names(self.source)
         self._ts_parameters: dict[str, ShardedParameter] = {}
         self._ts_distinct: dict[str, dict[str, bool]] = {axis: {} for axis in ranks.groups}
-        self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
+        self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) after `to_empty`
         self._ts_graphs = GraphCache()
         self._ts_left_places = set[tuple[str, ...]]()
         own = dict((*model.named_parameters(), *model.named_buffers()))
@@ -105,7 +105,7 @@ class State(ShardedSubmodule):
             module.register_load_state_dict_pre_hook(_check_part)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
-        """Makes the submodules, and puts this rank's tensors into them."""
+        """Makes the submodules and stores this rank's tensors in them."""
         for path, _ in self.source.named_modules(remove_duplicate=False):
             self._submodule(path)
         persistent = set(model.state_dict())
@@ -119,13 +119,13 @@ class State(ShardedSubmodule):
                     module._non_persistent_buffers_set.add(leaf)
 
     def _note_distinct(self, name: str, whole: Tensor, of: Sharding) -> None:
-        """Notes whether the ranks' slices of a parameter differ, so that equal slices later on are an error."""
+        """Notes whether the ranks' slices of a parameter differ; if so, equal slices later are an error."""
         for axis, distinct in self._ts_distinct.items():
             distinct[name] = are_distinct(whole, of, self._ts_ranks.place, axis)
         self._ts_watched = False
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
-        """The parameter with this first name and this memory; tied names get the same object."""
+        """Returns the parameter with this first name and memory; tied names share one object."""
         parameter = self._ts_parameters.get(name)
         if parameter is None or storage_id(parameter) != storage_id(tensor):
             source = self._source_tensor(name)
@@ -136,7 +136,7 @@ class State(ShardedSubmodule):
         return parameter
 
     def _own_tensors(self) -> None:
-        """Marks all parameters and split buffers as this model's: PyTorch makes new ones in `cuda()` and in a copy."""
+        """Marks all parameters and split buffers as this model's: PyTorch makes new ones in `cuda()` and in copies."""
         for name, names in self._ts_names.items():
             entries, leaf = _slot(*self._owner(name))
             tensor, of = cast(Tensor, entries[leaf]), self._sharding(names[0])
@@ -149,9 +149,10 @@ class State(ShardedSubmodule):
                 SliceValue.marked(tensor, whole, self._ts_ranks, names[0], weakref.ref(self))
 
     def _submodule(self, path: str) -> ShardedSubmodule:
-        """The submodule at a path, made if it is missing.
+        """Returns the submodule at a path, and makes it if it is missing.
 
-        It is found in the dicts of submodules: the attributes `plan` and `group` of this class may hide a submodule.
+        It reads the dicts of submodules, because attributes of this class, such as `plan` and
+        `group`, may hide a submodule.
         """
         module: ShardedSubmodule = self
         for part in path.split(".") if path else ():
@@ -163,18 +164,18 @@ class State(ShardedSubmodule):
         return module
 
     def _owner(self, name: str) -> tuple[ShardedSubmodule, str]:
-        """The submodule that has a parameter or buffer, and the last part of the name."""
+        """Returns the submodule that has a parameter or buffer, and the last part of the name."""
         path, _, leaf = name.rpartition(".")
         return self._submodule(path), leaf
 
     def _source_tensor(self, name: str) -> Tensor:
-        """The unsharded model's parameter or buffer, without memory."""
+        """Returns the unsharded model's parameter or buffer, without memory."""
         module, leaf = self._owner(name)
         tensor: Tensor = getattr(module.source, leaf)
         return tensor
 
     def give_source_numbers(self) -> None:
-        """Gives the source's buffers of one element their values: forward may make Python numbers of them."""
+        """Copies values into the source's buffers of one element: forward may make Python numbers of them."""
         for name in self._ts_names:
             source = self._source_tensor(name)
             value = self._ts_uncut.get(name, self._ts_tensors[name]).detach()
@@ -185,7 +186,7 @@ class State(ShardedSubmodule):
     # --- following what the user does to parameters ------------------------------------------------------------------
 
     def _read_tensors(self) -> None:
-        """Reads the tensors from the submodules; the source follows their dtype and device, and old graphs are void."""
+        """Reads the tensors from the submodules, updates the source's dtypes and devices, and drops old graphs."""
         self._ts_slots = {name: _slot(*self._owner(name)) for name in self._ts_names}
         self._ts_tensors = {name: cast(Tensor, entries[leaf]) for name, (entries, leaf) in self._ts_slots.items()}
         self._ts_types = _types(self._ts_tensors)
@@ -203,14 +204,14 @@ class State(ShardedSubmodule):
 
     @property
     def weights(self) -> Weights | None:
-        """What was read of the files that `shard` was given; None without them."""
+        """The weights read from the files that `shard` was given; None without files."""
         return self._ts_weights
 
     def _follow(self) -> None:
-        """Takes over tensors with which the user has replaced others since the last call.
+        """Follows the user's replacements of tensors since the last call.
 
         Raises:
-            InputError: one has another shape than this rank's slice, or a tied one was replaced alone.
+            InputError: a new tensor has another shape than the slice, or replaces only one of tied tensors.
         """
         current = {name: entries.get(leaf) for name, (entries, leaf) in self._ts_slots.items()}
         is_same = all(map(operator.is_, current.values(), self._ts_tensors.values()))
@@ -227,7 +228,7 @@ class State(ShardedSubmodule):
             self._read_tensors()
 
     def _check_replaced(self, name: str, before: torch.Size, current: object, first: object) -> None:
-        """Checks what now has a name; `first` is what has the first name of the same tensor."""
+        """Checks the tensor that a name refers to now; `first` is the tensor of the first of its tied names."""
         if current is first and isinstance(current, Tensor) and current.shape == before:
             return
         if current is first:
@@ -243,7 +244,7 @@ class State(ShardedSubmodule):
         )
 
     def _check_tied(self, current: Mapping[str, object]) -> None:
-        """Checks that names which now share a tensor, and did not at first, hold the same slice of it."""
+        """Checks that names which share a tensor now, but did not at first, have the same sharding."""
         firsts: dict[int, str] = {}
         for name, tensor in current.items():
             first = self._ts_names[name][0]
@@ -270,10 +271,10 @@ class State(ShardedSubmodule):
         return self
 
     def check_initialized(self) -> None:
-        """Checks that somebody has written the parameters and buffers.
+        """Checks that all parameters and buffers have been written.
 
         Raises:
-            InputError: some have no memory, or memory that nobody has written since `to_empty`.
+            InputError: some lack memory, or have not been written since `to_empty`.
         """
         without_memory = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
         self._forget_written()
@@ -296,9 +297,10 @@ class State(ShardedSubmodule):
             )
 
     def _forget_written(self) -> None:
-        """Drops the tensors that were written since `to_empty` from the uninitialised ones.
+        """Removes tensors that were written since `to_empty` from the uninitialised ones.
 
-        A write through `.data` leaves the version as it is, so taking `.data`, or other values in a sample, count too.
+        A write through `.data` does not raise the version. So access to `.data`, and new values in
+        a sample, count as well.
         """
         for name, noted in list(self._ts_uninitialized.items()):
             tensor = self._ts_tensors[name]
@@ -318,15 +320,15 @@ class State(ShardedSubmodule):
         return dict(self._ts_layouts)
 
     def _sharding(self, name: str) -> Sharding:
-        """How the ranks hold the parameter or buffer with this first name."""
+        """Returns the sharding of the parameter or buffer with this first name."""
         axes = {MODEL: self._ts_layouts, **self._ts_of_batch}
         return self._ts_ranks.sharding({axis: layouts.get(name, I) for axis, layouts in axes.items()})
 
-    @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
+    @torch.inference_mode(False)  # a tensor made in inference mode can't be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
         """Cuts the parameters as the first graph needs them; later graphs are planned for these layouts.
 
-        Copies that were made before are cut too, so that moving averages meet slices of the same shape.
+        It also cuts copies made before, so that moving averages combine slices of the same shape.
         """
         copies = [model for reference in self._ts_unfixed if (model := reference()) is not None]
         self._ts_unfixed.clear()
@@ -355,7 +357,7 @@ class State(ShardedSubmodule):
         self._ts_fixed, self._ts_watched = True, False
 
     def _cut_all(self, layouts: Mapping[str, Layout]) -> None:
-        """Gives all tensors memory: this rank's slices of the unsharded model's."""
+        """Gives all tensors memory: this rank's slices of the unsharded tensors."""
         self._ts_layouts.update(layouts)
         uncut, self._ts_uncut = self._ts_uncut, {}
         if self._ts_weights is not None:
@@ -364,7 +366,7 @@ class State(ShardedSubmodule):
         for_each_whole(uncut, self._cut)
 
     def _read_weights(self, weights: Weights) -> None:
-        """Reads this rank's slices of what files hold.
+        """Reads this rank's slices from files.
 
         Raises:
             InputError: a file can't be read on some rank.
@@ -384,10 +386,10 @@ class State(ShardedSubmodule):
         self._compare_read(kept)
 
     def _compare_read(self, tensors: Mapping[str, Tensor]) -> None:
-        """After each rank has read its slices of files: notes which differ between the ranks.
+        """Compares tensors that each rank has read from files, and notes which slices differ between ranks.
 
         Raises:
-            DistributedError: what several ranks hold differs, for they have read different files.
+            DistributedError: replicas differ, because the ranks have read different files.
         """
         of, what = {name: self._sharding(name) for name in tensors}, "the ranks read different weights"
         hashes = [hash_tensor(spread(t, SAMPLED) if of[name].is_split else t) for name, t in tensors.items()]
@@ -402,16 +404,16 @@ class State(ShardedSubmodule):
         self._ts_watched = False
 
     def note_loaded(self) -> None:
-        """The parameters and buffers were overwritten, on all ranks, with their slices of one checkpoint.
+        """Compares parameters and buffers after all ranks have loaded their slices of one checkpoint.
 
         Raises:
-            DistributedError: what all ranks hold whole differs.
+            DistributedError: replicated values differ.
         """
         self._follow()
         self._compare_read(dict(sorted(self._tensors_by_first_name().items())))
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
-        """Parameters and buffers; tied ones once."""
+        """Returns parameters and buffers by first name, tied ones once."""
         return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
     def _cut(self, name: str, whole: Tensor) -> None:
@@ -421,12 +423,12 @@ class State(ShardedSubmodule):
         self._note_distinct(name, whole, of)
 
     def _hold(self, name: str, local: Tensor) -> None:
-        """Stores this rank's slice in a parameter or buffer, of which optimizers may hold the object already."""
+        """Stores this rank's slice in a parameter or buffer, and keeps the object: optimizers may refer to it."""
         self._ts_tensors[name].data = local
-        self._ts_types |= _types(dict.fromkeys(self._ts_names[name], local))  # a tied one has several
+        self._ts_types |= _types(dict.fromkeys(self._ts_names[name], local))  # a tied tensor has several names
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
-        """The whole of a slice, gathered from all ranks; a whole tensor as it is."""
+        """Returns the full tensor of a slice, gathered from all ranks; a replicated tensor as it is."""
         of = self._sharding(name)
         if tensor.is_meta and of.is_split:
             return torch.empty_like(self._source_tensor(name), device="meta")
@@ -435,10 +437,11 @@ class State(ShardedSubmodule):
     # --- state dicts -------------------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's slices under the unsharded model's names; each knows what it is a slice of.
+        """Returns this rank's slices under the unsharded names; each slice knows its place in the full tensor.
 
-        `torch.distributed.checkpoint` saves and loads them as parts of whole tensors, with any number of ranks. To its
-        `get_state_dict` with `full_state_dict=True` this gives whole tensors, in a collective call.
+        `torch.distributed.checkpoint` saves and loads them as parts of full tensors, with any
+        number of ranks. For its `get_state_dict` with `full_state_dict=True` this returns full
+        tensors, in a collective call.
         """
         caller = sys._getframe(1)
         method = method_of(caller.f_globals.get("__name__", ""))
@@ -460,9 +463,10 @@ class State(ShardedSubmodule):
         return slice_place(name, self._sharding(name), self._ts_ranks.place, self._source_tensor(name).shape)
 
     def cut_state(self, state: dict[str, object], prefix: str) -> None:
-        """Puts this rank's slices in the place of whole tensors in a state dict: a collective call.
+        """Replaces full tensors in a state dict by this rank's slices: a collective call.
 
-        `torch.distributed.checkpoint` loads one with `StateDictOptions(full_state_dict=True)`.
+        `torch.distributed.checkpoint` loads such state dicts with
+        `StateDictOptions(full_state_dict=True)`.
 
         Raises:
             DistributedError: the ranks were given different tensors.
@@ -482,14 +486,14 @@ class State(ShardedSubmodule):
                 self._note_distinct(first, tensor, self._sharding(first))
 
     def computed_buffers(self) -> dict[str, Tensor]:
-        """The buffers that no state dict has, whole: a collective call."""
+        """Gathers the full buffers that state dicts omit: a collective call."""
         stored = self.state_dict().keys()
         return {
             name: self._whole_copy(t, self._ts_names[name][0]) for name, t in self.named_buffers() if name not in stored
         }
 
     def stored_tensors(self) -> dict[str, tuple[str, Tensor, Callable[[], Tensor]]]:
-        """What a state dict has: name -> (the first name of that tensor, this rank's slice, what gathers the whole)."""
+        """Returns {name: (first name, this rank's slice, function that gathers the full tensor)} of a state dict."""
         found: dict[str, tuple[str, Tensor, Callable[[], Tensor]]] = {}
         for name, value in self.state_dict().items():
             first = self._ts_names[name][0]
@@ -497,7 +501,7 @@ class State(ShardedSubmodule):
         return found
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
+        """Gathers the unsharded model's state dict, copied on every rank: a collective call."""
         self._follow()
         return {
             name: self._whole_copy(tensor, self._ts_names[name][0])
@@ -509,7 +513,7 @@ class State(ShardedSubmodule):
         return whole.clone() if storage_id(whole) == storage_id(tensor) else whole
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of an unsharded state dict (a collective call: all ranks must make it).
+        """Loads this rank's slices of an unsharded state dict: a collective call.
 
         Raises:
             InputError: a name is missing, unknown, or has another shape than the unsharded model's.
@@ -531,11 +535,11 @@ class State(ShardedSubmodule):
                 self._note_distinct(name, tensor, self._sharding(name))
 
     def change_whole(self, part: nn.Module, change: Callable[[nn.Module], None], name: str) -> None:
-        """Changes a part's tensors and attributes by code that needs them whole: a collective call.
+        """Changes a submodule's tensors and attributes by code that needs full tensors: a collective call.
 
         Args:
-            change: gets the unsharded module, which has whole values while this runs.
-            name: of the change, which is the same on all ranks.
+            change: receives the unsharded module, which has full values while this runs.
+            name: the name of the change, equal on all ranks.
         """
         path = next(path for path, module in self.named_modules() if module is part)
         what = "the ranks change different parts of the model"
@@ -560,7 +564,7 @@ class State(ShardedSubmodule):
         self._ts_assigned.add(path)
 
     def _whole_parameter(self, name: str) -> Tensor:
-        """A copy of the whole parameter or buffer with this first name, as the unsharded model has it."""
+        """Returns a copy of the full parameter or buffer with this first name."""
         held = self._ts_tensors[name]
         whole = self._whole_copy(held, name)
         return nn.Parameter(whole, held.requires_grad) if isinstance(held, nn.Parameter) else whole
@@ -568,7 +572,7 @@ class State(ShardedSubmodule):
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """A copy with parameters of its own, in the same group; it captures graphs of its own."""
+        """Returns a copy with its own parameters, in the same group; it captures its own graphs."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
         memo.update(views_kept(source))
@@ -591,13 +595,13 @@ class State(ShardedSubmodule):
 
 
 def _cut_whole(model: State, state: dict[str, object], prefix: str, *others: object) -> None:
-    """A hook before a state dict is loaded into a model, by itself or as a part of another."""
+    """Cuts full tensors before a state dict is loaded into this model, or into a model that contains it."""
     if wants_whole():
         model.cut_state(state, prefix)
 
 
 def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *others: object) -> None:
-    """A hook before a state dict is loaded into a model, or into a part by itself, as a pretrained backbone's is."""
+    """Checks a state dict before it is loaded into a model, or into one submodule, as for a pretrained backbone."""
     for name, held in named_tensors(module).items():
         given = state.get(prefix + name)
         if isinstance(given, Tensor):
@@ -605,7 +609,7 @@ def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *ot
 
 
 def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
-    """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
+    """Raises InputError for slices of another rank, number of ranks or plan, and for full tensors of split ones."""
     own = held.place if isinstance(held, Slice) else slice_place(name, UNSHARDED, {}, held.shape)
     place = place_of(given)
     fits = given.shape == held.shape if place is None else is_same_slice(place, own)
@@ -629,7 +633,7 @@ def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
 
 
 def _check_read(whole: Mapping[str, Sequence[object]]) -> None:
-    """Checks the hashes of what several ranks hold, by rank.
+    """Checks that the ranks' hashes of replicated tensors are equal.
 
     Raises:
         DistributedError: they differ.
@@ -653,7 +657,7 @@ def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Checks that a state dict has just these names with these shapes, those of the unsharded model.
+    """Checks that a state dict has exactly these names and shapes, which are the unsharded model's.
 
     Raises:
         InputError: a name is missing or unknown, or a shape differs.
@@ -671,6 +675,6 @@ def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[
 
 
 def _slot(module: nn.Module, leaf: str) -> tuple[dict[str, Tensor | None], str]:
-    """The dict of a module that holds a parameter or buffer, and its key there."""
+    """Returns the dict of a module that contains a parameter or buffer, and its key there."""
     entries = module._parameters if leaf in module._parameters else module._buffers
     return cast(dict[str, Tensor | None], entries), leaf

@@ -1,7 +1,7 @@
-"""A training step of a rank: its forward and backward graphs, run as one autograd Function.
+"""A rank's training step: its forward and backward graphs, run as one autograd Function.
 
-Where a graph of the backward can't do, as for a gradient of gradients, the forward runs again, and PyTorch's autograd
-does the backward.
+Where a backward graph does not suffice, as for gradients of gradients, the forward runs again and
+PyTorch's autograd computes the backward.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from torchshard.weights.slice_values import unwatched
 log = logging.getLogger("torchshard.runtime.step")
 T = TypeVar("T")
 Runnable = Callable[[fx.GraphModule], Callable[..., Any]]
-"""Makes something that runs of a scheduled graph."""
+"""Makes a callable from a scheduled graph."""
 EAGER_CALLS = 1
-"""So many calls of a graph run under PyTorch's autograd, before there is a graph of its backward."""
+"""The number of calls that run under PyTorch's autograd before the backward graph is made."""
 
 
 class _Backward(NamedTuple):
     """A backward graph, ready to run."""
 
     run: Callable[[list[Any]], tuple[Tensor | None, ...]]
-    """Takes the saved values and the gradients in a list, and empties that: memory is free as soon as it can be."""
+    """Takes a list of the saved values and the gradients, and empties it to free their memory early."""
     saved: tuple[int, ...]
-    """Which of the values that forward saves it takes."""
+    """The indices of the values it takes, among those that forward saves."""
     sends: bool
     """Whether it communicates."""
     parts: tuple[Part, ...]
-    """What it gives behind the gradients of the arguments."""
+    """The partial gradients that it returns after the gradients of the arguments."""
 
 
 class Step:
-    """What a rank runs in a call whose gradients are wanted; called as the rank's graph is."""
+    """The forward and backward of a segment of a rank's graph; called like the segment's graph."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class Step:
         runnable: Runnable,
         unsummed: Collection[str] = (),
     ) -> None:
-        """Makes the graphs of a segment of a rank's graph.
+        """Makes the forward and backward graphs of a segment.
 
         Args:
-            written: the names of the buffers and parameters that the rank's graph writes to, in whichever segment.
+            written: the names of buffers and parameters that any segment of the rank's graph writes to.
             unsummed: the groups over which the backward does not sum gradients of parameters.
         """
         self.ranks, self._local, self._runnable = ranks, local, runnable
@@ -91,35 +91,35 @@ class Step:
         self.forward = runnable(self.parts.forward)
         self.draws = any(map(uses_rng, local.graph.nodes))
         self.written = [i for i, source in enumerate(placeholders(local.graph)) if source.name in written]
-        """The arguments that forward writes to."""
+        """The indices of the arguments that forward writes to."""
         self._backwards: dict[Gradients, _Backward | None] = {self.parts.given: self._backward(self.parts)}
 
     def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
-        """The graph's results.
+        """Returns the segment's results.
 
         Args:
-            keeps: whether parameters keep the parts of their gradients that the backward has not summed.
+            keeps: whether parameters keep the partial gradients that the backward has not summed.
         """
         results: tuple[Tensor, ...] = _Function.apply(self, keeps, *tensors)
         if sum(self.parts.given) > 1:
-            # each result has a node of its own: hooks on results that get no gradient are not called
+            # one autograd node per result: hooks on results without a gradient must not be called
             return tuple(r.view_as(r) if given else r for r, given in zip(results, self.parts.given, strict=True))
         return results
 
     @cached_property
     def under_autograd(self) -> fx.GraphModule:
-        """The same graph for PyTorch's autograd."""
+        """The segment's graph, for PyTorch's autograd."""
         return with_direct_collectives(self._local)
 
     @property
     def sent(self) -> list[Sent]:
-        """The collectives of forward and backward, in order, as they must be on all ranks."""
+        """The collectives of forward and backward, in order; they must match on all ranks."""
         return _sent(self.parts.forward) + _sent(self.parts.backward)
 
     def backward_for(self, given: Gradients) -> _Backward | None:
-        """The backward for the results that gradients have come for; None if it needs more than forward saves.
+        """Returns the backward for the results that received gradients; None if forward saves too little for it.
 
-        What depends on the others alone gets no gradient, and not one of zeros: optimizers tell the two apart.
+        Arguments of other results only get None, not zeros: optimizers distinguish the two.
         """
         if given not in self._backwards:
             make = partial(self._graphs, given, kept=self.parts.saved)
@@ -139,7 +139,7 @@ class Step:
 
 
 def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None, ...]]:
-    """A graph that takes its arguments in a list, and empties that."""
+    """Returns a graph as a callable that takes its arguments in a list, and empties the list."""
     if isinstance(run, fx.GraphModule):
         run.graph.set_codegen(_BoxedCodeGen())
         run.recompile()
@@ -155,7 +155,10 @@ def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None
 
 
 def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a rank's graph whose collectives skip PyTorch's dispatcher: it takes as long as sending a few bytes."""
+    """Copies a rank's graph, with collectives that bypass PyTorch's dispatcher.
+
+    The dispatcher takes as long as sending a few bytes.
+    """
     copied = duplicate(graph)
     for node in list(copied.graph.nodes):
         if node.target is CARRY:
@@ -175,15 +178,15 @@ class Sent(NamedTuple):
     name: str
     args: str
     group: object
-    """The name of the group that it is over; other groups may send slices of other sizes."""
+    """The name of the group that it communicates in; other groups may send slices of other sizes."""
 
     def seen_by(self, group: Group) -> str:
-        """What must be equal on all ranks of a group."""
+        """Returns the text that must match on all ranks of a group."""
         return f"{self.name} {self.args}" if self.group == group.name else self.name
 
 
 def _sent(module: fx.GraphModule) -> list[Sent]:
-    """The collectives of a graph, in order, as they must be on all ranks."""
+    """Returns the collectives of a graph, in order; they must match on all ranks."""
     begun = [n for n in module.graph.nodes if isinstance(n.target, Begin)]
     return [Sent(str(n.target), str(n.args[1:-1]), n.args[-1]) for n in begun]
 
@@ -195,22 +198,22 @@ def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[Sent]:
 def on_all_ranks(
     ranks: Ranks, make: Callable[[], T], sent: Callable[[T], list[Sent]], level: int = logging.INFO
 ) -> T | None:
-    """What `make` returns, if it succeeds on all ranks and their collectives are the same; else None on all.
+    """Returns `make()` if it succeeds on all ranks with the same collectives; otherwise None on all ranks.
 
     Args:
-        level: at which the reason is logged, if it does not succeed.
+        level: the level at which a failure is logged.
     """
     made, collectives, failure = None, list[Sent](), ""
     try:
         with without_tools():
             made = make()
         collectives = sent(made)
-    except Exception as error:  # whatever it is: autograd does without
+    except Exception as error:  # after any error autograd computes the backward
         failure = f"{type(error).__name__}: {error}"
         log.log(level, "no graph of the backward: %s", in_short(error))
     what = "the ranks can't make the graph of a backward together"
     groups = [group for group in reversed(ranks.groups.values()) if group.size > 1]
-    for group in (*groups, *groups[:-1]):  # what fails along one axis, all ranks of the other have to know
+    for group in (*groups, *groups[:-1]):  # a failure along one axis must reach all ranks of the other
         text = failure or "; ".join(each.seen_by(group) for each in collectives)
         if not verify_equal(group, {}, DistributedError, what, unlike=hash_text(text)):
             made, failure = None, "the graphs differ"
@@ -218,11 +221,11 @@ def on_all_ranks(
 
 
 Steps = list[tuple[Segment, Callable[..., Any]]]
-"""The segments of a rank's graph, each with what runs it: a `Step`, or the graph of a view."""
+"""The segments of a rank's graph, each with its callable: a `Step`, or the graph of a view."""
 
 
 def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, unsummed: Collection[str] = ()) -> Steps:
-    """What runs the segments of a rank's graph in training."""
+    """Returns the segments of a rank's graph, each with its callable for training."""
     written = {node.name for node in written_state(local.graph)}
 
     def made_of(part: Segment) -> Callable[..., Any]:
@@ -235,18 +238,19 @@ def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, u
 
 
 def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Callable[..., Any]:
-    """What runs a rank's graph where gradients are not wanted."""
+    """Returns the callable of a rank's graph for calls without gradients."""
     scheduled = duplicate(local)
     schedule(scheduled)
     return runnable(scheduled)
 
 
 class LazyStep:
-    """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them.
+    """The segments of a rank's graph, made at its second call: a graph that is called once does not wait for them.
 
-    A graph with values that backward computes again has them at its first call, or that would take more memory. So has
-    one that is to be compiled, one that sums gradients in another dtype than autograd, and one that is called where
-    hooks watch what is saved: a checkpoint around the call runs it twice, and compares.
+    They are made at the first call where autograd would not do: if backward recomputes values,
+    which autograd would store; if the graph is compiled; if gradients are summed later, or in
+    another dtype than autograd's; and if hooks watch the saved values, because a checkpoint around
+    the call runs it twice and compares.
     """
 
     def __init__(
@@ -264,21 +268,21 @@ class LazyStep:
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
         again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
         self._is_asked_for = runnable is not direct or again
-        """Whether a user has asked for what the graphs alone can do."""
+        """Whether the user requested a feature that only the graphs have: recomputation or compilation."""
         self._eager_calls = 0 if self._is_asked_for or unsummed or sums_wider(local) else EAGER_CALLS
-        """So many calls are left before the graphs are made."""
+        """The number of calls left before the graphs are made."""
         self.is_made = not has_backward(local)
-        """Whether the next calls run as the latest one did."""
+        """Whether later calls run in the same way as the latest one."""
         if self.is_made and self._is_asked_for and any(node.meta.get("needs_grad") for node in local.graph.nodes):
             log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
 
     @property
     def has_graphs(self) -> bool:
-        """Whether there is a graph of the backward."""
+        """Whether there are graphs of forward and backward."""
         return self._segments is not None
 
     def next_call(self) -> Callable[..., Any]:
-        """What runs the next call, of all ranks."""
+        """Returns the callable for the next call; at the second call, all ranks make the graphs together."""
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if not self.is_made and (watched or not self._eager_calls):
             self.is_made = True
@@ -289,13 +293,13 @@ class LazyStep:
         return self._under_autograd if self._segments is None else self._run
 
     def parameters(self, *tensors: Tensor) -> list[Tensor]:
-        """The parameters among a call's arguments of which the backward has parts."""
+        """Returns the parameters among a call's arguments of which backward returns partial gradients."""
         values = dict(zip(self._sources, tensors, strict=True))
         steps = [(segment, step) for segment, step in self._segments or () if isinstance(step, Step)]
         return [values[segment.arguments[part.argument]] for segment, step in steps for part in step.parts.parts]
 
     def _run(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
-        """The graph's results."""
+        """Runs the segments; returns the graph's results."""
         values: dict[str | None, Any] = dict(zip(self._sources, tensors, strict=True))
         values[None] = None
         for segment, step in self._segments or ():
@@ -345,9 +349,10 @@ class _Function(torch.autograd.Function):
 
 
 def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
-    """The gradients of a step's arguments, given also the parts that the ranks have not summed.
+    """Returns the gradients of a step's arguments, including partial ones, which are summed or kept.
 
-    A parameter keeps its parts, if it is to, and if autograd is about to add to its gradient.
+    A parameter keeps its partial gradients if `ctx.keeps`, and if autograd is about to add to its
+    `grad`.
     """
     gradients, given = found[: len(ctx.arguments)], found[len(ctx.arguments) :]
     edges = iter(ctx.next_functions)
@@ -371,18 +376,18 @@ def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> 
 
 
 def _accumulated(node: Any) -> ShardedParameter | None:
-    """The parameter to whose `grad` a node of autograd is about to add; None if it does something else."""
+    """Returns the parameter if an autograd node is about to accumulate into its `grad`, else None."""
     parameter = getattr(node, "variable", None)
     if not isinstance(parameter, ShardedParameter):
         return None
     try:
         return parameter if torch._C._will_engine_execute_node(node) else None
-    except RuntimeError:  # a gradient is asked for by torch.autograd.grad
+    except RuntimeError:  # torch.autograd.grad requested a gradient
         return None
 
 
 def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of a step's arguments by PyTorch's autograd, of a forward that runs again.
+    """Computes the gradients of a step's arguments by PyTorch's autograd; the forward runs again.
 
     Raises:
         InputError: a parameter or an input was changed in place since the call.
@@ -400,7 +405,7 @@ def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | 
         sum_kept(t for t in ctx.arguments if isinstance(t, ShardedParameter))
     before = [ctx.before.get(i, tensor) for i, tensor in enumerate(ctx.arguments)]
     with torch.enable_grad(), running(ctx.call), unwatched(), autocasting(()), _drawing(ctx.rng_states, before):
-        # a tied parameter is several arguments, each with a gradient of its own
+        # a tied parameter is several arguments, each with its own gradient
         arguments = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in before]
         results = step.under_autograd(*arguments)
     chosen = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
@@ -412,13 +417,13 @@ def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | 
 
 
 def _versions(step: Step, arguments: Sequence[Tensor]) -> list[int]:
-    """How often each argument was changed in place; those that forward writes to are kept as they were."""
+    """Returns each argument's count of in-place changes; 0 if forward writes to it and keeps a copy."""
     return [0 if i in step.written or t.is_inference() else t._version for i, t in enumerate(arguments)]
 
 
 @contextlib.contextmanager
 def _drawing(states: RngStates, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Draws the numbers that follow from these states, and leaves the generators as they were."""
+    """Draws random numbers from these states within the block, then restores the generators."""
     with keeping_rng_states(tensors if states else ()):
         set_rng_states(states)
         yield

@@ -1,9 +1,10 @@
-"""The submodules of a sharded model: each holds this rank's slices under the names of an unsharded module's parameters.
+"""The submodules of a sharded model: this rank's slices under the names of an unsharded module's parameters.
 
-Each is an instance of a class of its own, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
-`torch.distributed.fsdp.fully_shard` makes `FSDPLinear`), so that loops over `modules()` which look for layers by
-`isinstance` still work. It can't be called, for a part of the model would compute with slices. Methods of the model's
-own classes run with the sharded modules as `self`, until they call a part or take a slice for the whole.
+The class of each is a subclass of `ShardedSubmodule` and of the unsharded module's class, so loops
+over `modules()` that look for layers by `isinstance` still work.
+(`torch.distributed.fsdp.fully_shard` makes an `FSDPLinear` in the same way.) A submodule can't be
+called, because it would compute with slices. Methods of the model's own classes run with the
+sharded modules as `self`, until they call a submodule or treat a slice as the full tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ V = TypeVar("V")
 
 
 class _HasSource(Protocol):
-    """A part of a sharded model, or the whole of it."""
+    """A sharded model, or one of its submodules."""
 
     @property
     def source(self) -> nn.Module:
@@ -45,7 +46,7 @@ class _HasSource(Protocol):
 
 
 class _EqualToItsSource(type):
-    """The metaclass of submodules' classes, each equal to its source's class: `type(m) == nn.Linear` stays true."""
+    """The metaclass that makes each class here equal to its source's class: `type(m) == nn.Linear` stays true."""
 
     made_for: type | None = None
 
@@ -57,23 +58,23 @@ class _EqualToItsSource(type):
 
 
 class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
-    """Stands for one module of the unsharded model."""
+    """The sharded counterpart of one module of the unsharded model."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """An instance of the class for the source's class; of `cls` itself for the whole model, a subclass."""
+        """Creates an instance of the class for the source's class; for the model itself, of its own subclass."""
         if cls is not ShardedSubmodule:
             return object.__new__(cls)
         return cast(Self, object.__new__(_class_for(type(cast(nn.Module, args[0])))))
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Hides the classes made here from a user's class that registers its subclasses."""
+        """Hides the classes made here from user classes that register their subclasses."""
 
     def __init__(self, source: nn.Module, assigned: set[str] | None = None) -> None:
-        """Stands for a module of a model whose assigned attributes are collected in one set."""
+        """Stores the unsharded module, and the set that collects the model's assigned attributes."""
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
         self.__dict__["_ts_source"] = [source]  # in a list: `modules()` must not find it
         self.__dict__["_ts_assigned"] = set() if assigned is None else assigned
-        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, and not missing
+        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, not missing
             absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
             self.__dict__[entries].update(dict.fromkeys(absent))
 
@@ -85,7 +86,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
 
     @property
     def __class__(self) -> type:
-        """The class, as of any object; it is a property so that an assignment can be refused."""
+        """The class, as of any object; a property, in order to refuse assignments."""
         return type(self)
 
     @__class__.setter
@@ -94,7 +95,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
 
     @property
     def training(self) -> bool:
-        """Train or eval of the source, which captures run."""
+        """Whether the source, which captures run, is in training mode."""
         return self.source.training
 
     @training.setter
@@ -103,14 +104,14 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             self.source.training = mode
 
     def train(self, mode: bool = True) -> Self:
-        """Sets train or eval of this module and its submodules, as the source does it."""
+        """Sets the training mode of this module, its submodules and the source."""
         nn.Module.train(self, mode)
-        # Last, for the source may override `train`, as to keep a frozen part in eval.
+        # Last, because the source may override `train`, for example to keep a frozen submodule in eval.
         self.source.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module.state_dict`; if this part alone is asked, its slices know their place, as the model's do."""
+        """Returns the state dict of a submodule; if called directly, its slices know their places in full tensors."""
         state = nn.Module.state_dict(self, *args, **kwargs)
         if args or "destination" in kwargs or kwargs.get("keep_vars"):
             return state
@@ -148,19 +149,19 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return list(self._entries().values())[index]
 
     def keys(self) -> KeysView[str]:
-        """The names of a dict's items."""
+        """Returns the names of a dict's items."""
         return self._entries().keys()
 
     def values(self) -> ValuesView[Any]:
-        """The items themselves."""
+        """Returns a dict's items."""
         return self._entries().values()
 
     def items(self) -> ItemsView[str, Any]:
-        """Names and items."""
+        """Returns (name, item) pairs of a dict."""
         return self._entries().items()
 
     def note_left(self, name: str) -> None:
-        """Forward leaves a tensor in this attribute, which calls of the graph do not: reading it raises from now on."""
+        """Makes reading an attribute raise: the unsharded forward stores a tensor there, but graphs do not."""
         self.__dict__.setdefault("_ts_left", set()).add(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -176,7 +177,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            # The whole model is no subclass of its source's class: attributes of that class are looked up here.
+            # The sharded model does not subclass its source's class: attributes of that class are looked up here.
             attribute = inspect.getattr_static(type(self.source), name, _MISSING)
             if name.startswith("__"):
                 raise
@@ -186,7 +187,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             return own.__get__(self, type(self)) if hasattr(own, "__get__") else own
 
     def _delegated(self, name: str) -> Any:
-        """What a `__getattr__` of the source's class finds, as peft's do in the model that they wrap."""
+        """Returns the value that the source's `__getattr__` finds: peft's look in the model that they wrap."""
         value = getattr(self.source, name)
         for path, module in self.source.named_modules():
             if value is module:
@@ -212,7 +213,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             nn.Module.__setattr__(self, name, value)
 
     def _is_of_source(self, name: str) -> bool:
-        """Whether forward reads this attribute of the source; parameters, buffers and submodules are this module's."""
+        """Returns whether an attribute is the source's, which forward reads; parameters and submodules are not."""
         return name in self.source.__dict__ or (hasattr(type(self.source), name) and not hasattr(nn.Module, name))
 
     def _set_source(self, name: str, value: object) -> None:
@@ -235,7 +236,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         nn.Module.__delattr__(self, name)
 
     def fix_names(self) -> None:
-        """From now on no parameter, buffer or submodule can be added or removed, and no submodule replaced."""
+        """Fixes the names of parameters, buffers and submodules; submodules can't be replaced either."""
         where = type(self.source).__name__
         for entries, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
             self.__dict__[entries] = _FixedNames(self.__dict__[entries], where, replaceable=replaceable)
@@ -254,7 +255,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     register_full_backward_pre_hook: Callable[..., RemovableHandle] = _refuse_hooks
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        """Refuses the call of a part of a sharded model.
+        """Refuses the call of a submodule.
 
         Raises:
             InputError: always.
@@ -271,7 +272,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         raise transform_error(self.source, "torch.jit.script", "script the unsharded model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy within that of the whole model, which has put stand-ins for the source's tensors into `memo`."""
+        """Copies a submodule with its model, which has added stand-ins for the source's tensors to `memo`."""
         if any(id(tensor) not in memo for tensor in (*self.source.parameters(), *self.source.buffers())):
             raise InputError(
                 f"a {type(self.source).__name__} within a sharded model can't be copied by itself",
@@ -285,12 +286,12 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return copied
 
     def extra_repr(self) -> str:
-        """The unsharded module's."""
+        """Returns the unsharded module's extra representation."""
         return self.source.extra_repr()
 
 
 def refuse_class(module: _HasSource, value: type) -> NoReturn:
-    """Refuses wrappers that give a module another class, as `torch.distributed.fsdp.fully_shard` does.
+    """Refuses wrappers that change a module's class, as `torch.distributed.fsdp.fully_shard` does.
 
     Raises:
         InputError: always.
@@ -305,19 +306,23 @@ def refuse_class(module: _HasSource, value: type) -> NoReturn:
 
 
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
-"""The class of unsharded modules -> that of their submodules here. One for all models, so that `type(a) is type(b)`
-holds for two linears as before; weak, so that a class lives no longer than its instances."""
+"""Class of unsharded modules -> class of their submodules here.
+
+One class serves all models, so `type(a) is type(b)` stays true for two linears. Weak: a class lives
+only as long as its instances.
+"""
 
 
 def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
-    """A subclass of `ShardedSubmodule` and of a module's class, whose own methods it hides.
+    """Returns a subclass of `ShardedSubmodule` and of a module's class, with that class's methods hidden.
 
-    It has that class's name, which recipes ask for: `m.__class__.__name__.startswith("Dropout")`, `m._get_name()`.
+    It has the name of that class, because recipes read it:
+    `m.__class__.__name__.startswith("Dropout")`, `m._get_name()`.
     """
     sharded = _CLASSES.get(source)
     if sharded is None:
         metaclass = _EqualToItsSource
-        if type(source) is not type:  # the metaclass of a class must be a subclass of those of all its bases
+        if type(source) is not type:  # a metaclass must be a subclass of the metaclasses of all bases
             metaclass = cast(type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {}))
         namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
         created = metaclass(source.__name__, (ShardedSubmodule, source), namespace)
@@ -326,7 +331,11 @@ def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
 
 
 def _hiding_methods(source: type) -> dict[str, object]:
-    """Attributes that hide the methods of a module's class: `nn.Module`'s if it overrides one, else a refusal."""
+    """Returns attributes that hide the methods of a module's class.
+
+    A method that overrides one of `nn.Module` is hidden by the original, others by their
+    `_own_attribute`.
+    """
     hidden: dict[str, object] = {}
     for base in source.__mro__[: source.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
@@ -340,7 +349,7 @@ def _hiding_methods(source: type) -> dict[str, object]:
 
 
 def _own_attribute(source: type, name: str, value: object) -> Any:
-    """An attribute of an unsharded module's class, for its sharded module: methods get that as `self`."""
+    """Returns an attribute of an unsharded module's class for its sharded module, the `self` of its methods."""
     if isinstance(value, (classmethod, staticmethod)):
         return staticmethod(value.__get__(None, source))
     if not isinstance(value, FunctionType):
@@ -352,7 +361,7 @@ def _own_attribute(source: type, name: str, value: object) -> Any:
 
 
 def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., Any]:
-    """A method that runs on a sharded module, and is refused where it takes a slice for the whole."""
+    """Returns a method that runs on a sharded module; it raises where it would treat a slice as the full tensor."""
     calls_super = "__class__" in inspect.unwrap(method).__code__.co_freevars
 
     @functools.wraps(method)
@@ -372,7 +381,7 @@ def _with_slices(method: FunctionType, source: type, name: str) -> Callable[...,
 _OF_CLASSES = frozenset([
     *vars(type("", (), {})), "__annotations__", "__class_getitem__", "__parameters__", "__slots__",
 ])  # fmt: skip
-"""Attributes that Python itself gives to classes."""
+"""Attributes that Python itself adds to classes."""
 
 
 def _refuse_called(module: object, name: str, why: str, attempt: str, *args: object, **kwargs: object) -> NoReturn:
@@ -380,11 +389,11 @@ def _refuse_called(module: object, name: str, why: str, attempt: str, *args: obj
 
 
 class NoMethodError(InputError, AttributeError):
-    """A method of the unsharded model was called of the sharded one."""
+    """A method of the unsharded model can't run on the sharded one."""
 
 
 def no_method(name: str, why: str, attempt: str) -> NoMethodError:
-    """The error for a method that can't run with this rank's slices."""
+    """Returns the error for a method that can't run with this rank's slices."""
     return NoMethodError(
         f"{name}() can't be called of a sharded model: it would compute with this rank's slices",
         where=name,
@@ -394,7 +403,7 @@ def no_method(name: str, why: str, attempt: str) -> NoMethodError:
 
 
 def not_changeable(name: str, where: str, how: Literal["added", "replaced", "removed"]) -> InputError:
-    """The error for a user who adds, replaces or removes a part of a sharded model."""
+    """Returns the error for adding, replacing or removing an entry of a sharded model."""
     return InputError(
         f"{name!r} can't be {how} after sharding",
         where=where,
@@ -406,7 +415,8 @@ def not_changeable(name: str, where: str, how: Literal["added", "replaced", "rem
 class _FixedNames(dict[str, V]):
     """The parameters, buffers or submodules of a module, with fixed names.
 
-    A dict, for `nn.Module` and users write these dicts directly: `module._parameters[name] = ...`.
+    A dict, because `nn.Module` and users write these dicts directly: `module._parameters[name] =
+    ...`.
     """
 
     def __init__(self, entries: Mapping[str, V], where: str, *, replaceable: bool) -> None:
@@ -429,26 +439,26 @@ class _FixedNames(dict[str, V]):
         raise not_changeable(name, self._where, "removed")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refused if there is such a name."""
+        """Raises if the name exists."""
         if name in self:
             raise not_changeable(name, self._where, "removed")
         return super().pop(name, *default)
 
     def update(self, *args: Any, **kwargs: V) -> None:
-        """Sets each item by itself, with the checks of `__setitem__`."""
+        """Sets each item separately, with the checks of `__setitem__`."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
     def clear(self) -> None:
-        """Refused."""
+        """Always raises."""
         raise not_changeable("everything", self._where, "removed")
 
     def popitem(self) -> NoReturn:
-        """Refused."""
+        """Always raises."""
         raise not_changeable("everything", self._where, "removed")
 
     def setdefault(self, name: str, default: Any = None) -> V:
-        """Refused if there is no such name."""
+        """Raises if the name is missing."""
         if name not in self:
             self[name] = default
         return self[name]
@@ -458,4 +468,4 @@ class _FixedNames(dict[str, V]):
 
 
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
-"""The attributes of any module, such as its hooks: they may be changed."""
+"""The attributes of every module, such as its hooks; they may be changed."""

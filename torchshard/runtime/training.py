@@ -1,7 +1,7 @@
-"""Functions of a training step that need the whole model's gradient: clipping by its norm, and loss scaling.
+"""Training functions that need the full model's gradient: clipping by its norm, and loss scaling.
 
-A rank holds slices of some gradients and others whole. A slice counts once for all ranks together, and a whole gradient
-once, although every rank has it.
+Gradients are slices or replicated. A slice counts once even if several ranks have it; so does a
+replicated gradient.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torchshard.weights.slice_values import names_of
 
 
 def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales all gradients in place so that their norm, as the unsharded model's, is at most `max_norm`.
+    """Scales all gradients in place so that their norm, as in the unsharded model, is at most `max_norm`.
 
-    The same as `torch.nn.utils.clip_grad_norm_` of the unsharded model, with one message. A collective call: all ranks
-    must make it.
+    Equivalent to `torch.nn.utils.clip_grad_norm_` on the unsharded model, with one message. A
+    collective call: all ranks must make it.
 
     Args:
-        model: a sharded model, or one with split modules of `torchshard.nn`; or the parameters of such models.
+        model: a sharded model, one with split modules of `torchshard.nn`, or such models' parameters.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
 
     Returns:
-        the norm before clipping, the same on every rank.
+        the norm before clipping, equal on every rank.
 
     Raises:
         InputError: norm_type is not positive, or max_norm is not a number.
@@ -41,7 +41,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     ranks, what = widest(parameters), f"the norm of gradients of {names_of(parameters)}"
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
-    # of ranks that hold the same slice one counts
+    # one of the ranks with the same slice counts it
     sliced = _norm([g for p, g in grads if _is_slice(p) and ranks.counts(p)], norm_type, device)
     whole = _norm([g for p, g in grads if not _is_slice(p)], norm_type, device)
     if math.isinf(norm_type):
@@ -49,7 +49,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     else:
         summed = ranks.reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, eager=what)
         total = (summed + whole**norm_type) ** (1 / norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as PyTorch's own: without a branch, which would synchronize
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # without a branch, as in PyTorch: it would synchronize
     for _, grad in grads:
         grad.mul_(factor.to(grad.dtype))
     return total.to(functools.reduce(torch.promote_types, [g.dtype for _, g in grads] or [torch.float32]))
@@ -60,7 +60,7 @@ def _is_slice(parameter: Tensor) -> TypeGuard[ShardedParameter]:
 
 
 def _checked_norm(max_norm: object, norm_type: Any) -> float:
-    """The order of the norm; "inf" is one too, as for PyTorch."""
+    """Returns the order of the norm; "inf" is valid, as in PyTorch."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -89,7 +89,7 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of some tensors together, in float64, for its power must not overflow; 0 if a rank has none of them."""
+    """Returns the joint norm of tensors, 0 without any; in float64, because its power must not overflow."""
     norms = [torch.linalg.vector_norm(g, norm_type, dtype=_widened(g)).double() for g in grads if g.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
@@ -100,9 +100,10 @@ def _widened(grad: Tensor) -> torch.dtype:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for sharded models: a step is skipped on all ranks if a gradient overflows on one.
+    """`torch.amp.GradScaler` for sharded models: all ranks skip a step if a gradient overflows on one.
 
-    PyTorch's own does the same for parameters of sharded models. A collective step: all ranks must make it.
+    PyTorch's own class works too for parameters of sharded models. A collective step: all ranks
+    must make it.
 
     Source: `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
     """

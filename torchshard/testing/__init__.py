@@ -1,10 +1,10 @@
-"""For tests of rules, passes and models: a planned call without processes, an op whole and in parts, and real ranks.
+"""Tools for tests of rules, passes and models: planned calls in one process, single ops, and real ranks.
 
-calls      `capture`: a model's call as a graph, planned for any number of ranks, listed, checked, cut for each rank
+calls      `capture`: a model's call as a graph, which is planned for any number of ranks, listed, checked and run
 graphs     the graph of a rank, and the collectives in it
-rules      `check_rule`: an op whole and in parts, under every choice of its rule; `changed_rule` for one test
+rules      `check_rule`: a split op compared with the full op, under every choice; `changed_rule` for one test
 ranks      `on_ranks`, `run_ranks`: a function in several processes
-gradients  the gradients of a sharded model beside those of the unsharded one
+gradients  the gradients of a sharded model, compared with the unsharded model's
 
     call = testing.capture(model, (x,))
     made = call.plan({"up": "column", "down": "row"}, 2)

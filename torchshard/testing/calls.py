@@ -46,11 +46,11 @@ class CapturedCall:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The normalized graph, unsharded: what plans are made for."""
+        """The normalized, unsharded graph that plans are made for."""
         return self.captured.graph
 
     def listing(self) -> str:
-        """The text of the graph, without source lines."""
+        """Returns the text of the graph, without source lines."""
         return listing(self.graph, sources=False)
 
     def plan(
@@ -61,14 +61,14 @@ class CapturedCall:
         *,
         layouts: Mapping[str, Layout] | None = None,
     ) -> PlannedCall:
-        """Plans the call and inserts the collectives. The plan has no effect on the capture, so any number can be made.
+        """Plans the call and inserts the collectives. Plans leave the capture unchanged, so it can be planned again.
 
         Args:
             plan: as in `torchshard.shard`.
-            mesh: as in `torchshard.plan`; the call has the batch of all ranks.
-            objective: as in `torchshard.plan`. Some objectives, and a batch or a sequence that is split, need a capture
-                of their own.
-            layouts: the layouts of parameters and buffers that are fixed, by name.
+            mesh: as in `torchshard.plan`, except that the call has the batch of all ranks.
+            objective: as in `torchshard.plan`. Some objectives, and a split batch or sequence, require a separate
+                capture.
+            layouts: fixed layouts of parameters and buffers, by name.
 
         Raises:
             PlanError, CaptureError, InputError: as `torchshard.plan`.
@@ -79,25 +79,25 @@ class CapturedCall:
         return PlannedCall(self.model, self.args, self.kwargs, made)
 
     def plan_at_random(self, ranks: int, seed: int) -> PlannedCall:
-        """Plans the call by a legal plan drawn at random, some parameters in uneven slices.
+        """Plans the call with a random legal plan that stores some parameters in uneven slices.
 
-        A call captured with `dynamic=False` may have its batch split as well.
+        The plan may also split the batch of a call captured with `dynamic=False`.
         """
         plan = random_plan(self.graph, self.model, ranks, seed)
         made = Program(self.captured, plan, rewrite(self.graph, plan.last))
         return PlannedCall(self.model, self.args, self.kwargs, made)
 
     def nodes(self, *names: str) -> list[fx.Node]:
-        """The nodes of ops with these names: 'linear', 'cross_entropy_loss'."""
+        """Returns the nodes of ops with these names: 'linear', 'cross_entropy_loss'."""
         return [node for node in self.graph.graph.nodes if op_name(node) in names]
 
     def choices(self, node: fx.Node, ranks: int) -> list[Choice]:
-        """The legal choices of an op of the graph; none without a rule."""
+        """Returns the legal choices of an op of the graph; [] without a rule."""
         row = node_row(node)
         return [] if row is None else choices(row, ranks)
 
     def ops_without_rule(self) -> list[fx.Node]:
-        """The ops that no rule splits with these arguments, which therefore run on full operands."""
+        """Returns the ops that run on full operands, because no rule splits them with these arguments."""
         return [node for node in self.graph.graph.nodes if is_tensor_op(node) and node_row(node) is None]
 
     def _planned(self, constraints: Constraints) -> Program:
@@ -113,7 +113,7 @@ class CapturedCall:
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """A captured call with a plan and its collectives."""
+    """A captured call with a plan, and with the plan's collectives in its graph."""
 
     model: nn.Module
     args: Sequence[Any]
@@ -127,40 +127,40 @@ class PlannedCall:
 
     @property
     def graph(self) -> fx.GraphModule:
-        """The graph with its collectives over the axis of the weights, global sizes."""
+        """The graph with global sizes and the collectives over the weights' axis."""
         return self.program.graph
 
     def listing(self) -> str:
-        """The text of `graph`, without source lines."""
+        """Returns the text of `graph`, without source lines."""
         return listing(self.graph, sources=False)
 
     def collectives(self) -> list[str]:
-        """The names of the collectives in `graph`, in its order: 'copy', 'reduce', 'gather', ..."""
+        """Returns the names of the collectives in `graph`, in order: 'copy', 'reduce', 'gather', ..."""
         return collectives(self.graph)
 
     def graph_copy(self) -> fx.GraphModule:
-        """A copy of `graph` to change, for `check` and `rank_graphs`."""
+        """Returns a copy of `graph` that can be changed, for `check` and `rank_graphs`."""
         return duplicate(self.graph)
 
     @property
     def shardings(self) -> dict[str, str]:
-        """How the ranks store parameters, buffers and inputs, by name: 'model: S(0) . data: S(0)', or 'I'."""
+        """The shardings of parameters, buffers and inputs as text, by name: 'model: S(0) . data: S(0)', or 'I'."""
         return {name: sharding.text for name, sharding in self.program.held.items()}
 
     def state(self, rank: int) -> dict[str, Tensor]:
-        """The slices of the parameters and buffers that a rank stores, by name."""
+        """Returns the slices of parameters and buffers that a rank stores, by name."""
         return local_state(self.model, self.program.held, self.program.mesh.place(rank))
 
     def rank_graphs(self, graph: fx.GraphModule | None = None) -> list[fx.GraphModule]:
-        """The graph of each rank, with local sizes and the collectives of all axes of the mesh.
+        """Returns the graph of each rank, with local sizes and the collectives of all axes of the mesh.
 
         Args:
-            graph: in place of `graph`, a changed copy.
+            graph: a changed copy to use instead of `graph`.
         """
         return lockstep.rank_graphs(graph or self.graph, self.program.axis, self.program.batches)
 
     def run(self) -> list[list[Any]]:
-        """The results of each rank's graph, without gradients; each rank has the call's tensors as they are."""
+        """Returns the results of each rank's graph, without gradients; each rank gets the call's full tensors."""
         call = flatten_call(self.model, self.args, self.kwargs)
         shared = {**self.program.captured.constants, **dict(zip(call.names, call.tensors, strict=True))}
         graphs, fed = self.rank_graphs(), list[list[Any]]()
@@ -171,18 +171,18 @@ class PlannedCall:
             return lockstep.run(graphs, fed, [lambda node, value, args: value] * len(graphs))
 
     def step_graphs(self, rank: int = 0, **options: Any) -> Partition:
-        """The forward and backward graphs of a rank; `options` are those of `torchshard.passes.step_graphs`."""
+        """Returns the forward and backward graphs of a rank; takes the options of `torchshard.passes.step_graphs`."""
         return step_graphs(self.rank_graphs()[rank], **options)
 
     def call(self, *args: Any, **kwargs: Any) -> PlannedCall:
-        """The same program for another call, whose sizes its graph must allow."""
+        """Returns a call of this program with other arguments, with sizes that its graph allows."""
         return replace(self, args=args, kwargs=kwargs)
 
     def check(self, graph: fx.GraphModule | None = None, *, by_graphs: bool = False) -> Report:
         """Compares outputs, written buffers and all gradients with the unsharded model's, as `torchshard.check` does.
 
         Args:
-            graph: in place of `graph`, a changed copy: a test of the test leaves a collective out, and sees it caught.
+            graph: a changed copy to use instead of `graph`; if it lacks a collective, the check must fail.
             by_graphs: whether to run the separate forward and backward graphs too.
         """
         return check_program(self.model, self.program, graph or self.graph, self.args, self.kwargs, by_graphs=by_graphs)
@@ -199,7 +199,7 @@ def capture(
     """Captures a call and normalizes its graph.
 
     Args:
-        dtype: casts a copy of the model, and the floating arguments, first; None: as they are.
+        dtype: the dtype that a copy of the model, and the floating-point arguments, are cast to before the capture.
         dynamic: whether batch and sequence sizes stay symbolic.
 
     Raises:
@@ -212,5 +212,5 @@ def capture(
 
 
 def kept_graphs(model: ShardedModule) -> list[Compiled]:
-    """The graphs that a sharded model keeps for later calls, the latest call's last."""
+    """Returns the graphs that a sharded model keeps for later calls, the latest call's last."""
     return list(model._ts_graphs)

@@ -1,4 +1,4 @@
-"""Rules that hold for one test."""
+"""Changes rules for the duration of one test."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torchshard.rules.registry import RuleFn
 
 
 def ops_with_rules() -> set[OpKey]:
-    """The ops with a rule of their own, of the library or of a user; elementwise ops by their tag have none."""
+    """Returns the ops with a registered rule, built-in or a user's; many elementwise ops are split by tag instead."""
     return set(RULES)
 
 
 @contextmanager
 def changed_rule(op: OpKey, rule: RuleFn | None) -> Iterator[None]:
-    """Gives an op another rule, or none, within a block.
+    """Replaces or removes the rule of an op within a block.
 
     with testing.changed_rule(torch.ops.aten.relu.default, lambda call: call.row("a b -> a b")):
         ...

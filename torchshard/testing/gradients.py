@@ -10,7 +10,7 @@ from torchshard.weights.parameter import ShardedParameter
 
 
 def full_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """The gradient of the full parameter, gathered from all ranks; None without one. All ranks must call it."""
+    """Returns a parameter's full gradient, gathered from all ranks, if it has one. All ranks must call it."""
     if parameter.grad is None or not isinstance(parameter, ShardedParameter):
         return parameter.grad
     slice_of_rank = parameter.grad.as_subclass(Tensor)
@@ -19,10 +19,11 @@ def full_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def gradient_error(sharded: nn.Module, model: nn.Module) -> float:
-    """The largest absolute difference of any parameter's gradient from the unsharded model's. All ranks must call it.
+    """Compares all parameters' gradients with the unsharded model's. All ranks must call it.
 
     Returns:
-        infinity if a parameter has a gradient in one of the models only, NaN if a difference is NaN.
+        the largest absolute difference; infinity if a parameter has a gradient in only one of the models, NaN if a
+        difference is NaN.
     """
     found = {name: full_gradient(p) for name, p in sharded.named_parameters()}
     expected = {name: p.grad for name, p in model.named_parameters()}
@@ -33,5 +34,5 @@ def gradient_error(sharded: nn.Module, model: nn.Module) -> float:
 
 
 def largest(*errors: float) -> float:
-    """The largest error; NaN if one is NaN, which `max` may pass over."""
+    """Returns the largest error, or NaN if one is NaN: `max` may skip NaN."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)

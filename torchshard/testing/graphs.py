@@ -1,4 +1,4 @@
-"""The graphs of a rank, and the collectives in them: operators between ops; in the graphs of a step, two nodes each."""
+"""Finds the collectives in a rank's graphs: a single operator, or in the graphs of a step a begin and a wait node."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torchshard.report.explain import rank_graph
 
 
 def predicted_memory(plan: Plan, rank: int = 0) -> dict[str, float]:
-    """The bytes that a step takes on a rank: 'parameters', 'gradients', 'optimizer', 'activations' and 'peak'."""
+    """Returns the bytes of a step on a rank: 'parameters', 'gradients', 'optimizer', 'activations' and 'peak'."""
     return memory_of_rank(rank_graph(plan, rank))
 
 
 def collective(node: fx.Node) -> Conversion | None:
-    """The collective that a node runs, by operator; None for other nodes."""
+    """Returns the collective that a node runs as a single operator; None for other nodes."""
     return OPS.get(node.target)
 
 
 def begun(node: fx.Node) -> Conversion | None:
-    """The collective that a node of a step's graph begins; None for other nodes."""
+    """Returns the collective that a node of a step's graph begins; None for other nodes."""
     return OPS[node.target.op] if isinstance(node.target, Begin) else None
 
 
 def awaited(node: fx.Node) -> fx.Node | None:
-    """The node that began the collective whose result this node waits for; None for other nodes."""
+    """Returns the node that began the collective that this node waits for, if it is a wait node."""
     first = node.args[0] if node.target is wait else None
     return first if isinstance(first, fx.Node) else None
 
 
 def collectives(module: fx.GraphModule) -> list[str]:
-    """The names of the collectives that a graph runs or begins, in its order: 'copy', 'reduce', 'gather', ..."""
+    """Returns the names of the collectives that a graph runs or begins, in order: 'copy', 'reduce', 'gather', ..."""
     found = (collective(node) or begun(node) for node in module.graph.nodes)
     return [row.name for row in found if row is not None]

@@ -1,4 +1,4 @@
-"""A plan drawn at random: the cheapest under random prices, so any legal one, not one that a cost model would like."""
+"""Draws random legal plans: the cheapest plan under random prices, so not only plans that a cost model prefers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchshard.plans.plan import Plan
 
 @dataclass(frozen=True)
 class _Prices(CostModel):
-    """Random prices, always the same ones for a seed; split ops are cheaper."""
+    """Random prices, reproducible by a seed; split ops are cheaper."""
 
     seed: int = 0
 
@@ -41,7 +41,7 @@ class _Prices(CostModel):
 
 
 def random_plan(graph: fx.GraphModule, model: nn.Module, ranks: int, seed: int) -> Plan:
-    """A legal plan, some parameters stored in slices at random."""
+    """Returns a legal plan that stores some parameters in random slices."""
     prices, draw = _Prices(MACHINES["cpu-gloo"], MeshAxis(ranks), seed), random.Random(seed)
     layouts = {name: _layout(p.shape, ranks, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
     asked = GraphConstraints({}, {}, layouts, all_axes=True)
@@ -53,7 +53,7 @@ def random_plan(graph: fx.GraphModule, model: nn.Module, ranks: int, seed: int) 
 
 
 def _layout(shape: Sequence[int], ranks: int, draw: random.Random) -> Layout:
-    """A dim of a parameter split: as one segment, or its halves each."""
+    """Returns a layout that splits a random dim of a parameter, as one segment or as two halves."""
     if not shape:
         return I
     dim = draw.randrange(len(shape))

@@ -1,7 +1,7 @@
-"""Real ranks: a function run in several processes at once, with `torch.distributed` initialised.
+"""Real ranks: runs a function in several processes at once, with `torch.distributed` initialised.
 
-Each rank is a fork of one process that has imported torchshard: every run starts from the same state, and what its
-ranks change or break ends with them.
+Each rank is a fork of one process that has imported torchshard. So every run starts from the same state, and changes
+and crashes of a rank end with it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from torchshard.distributed.memory import Unreachable
 from torchshard.distributed.memory.segment import OtherSegment, OwnSegment
 
 PATIENCE = float(os.environ.get("TORCHSHARD_TEST_PATIENCE", "1"))
-"""Factor by which all time limits grow: for runs on a machine that is busy."""
+"""Factor on all time limits, for runs on a busy machine."""
 _START_SECONDS = 60
 
 
 def why_not_through_memory() -> str:
-    """Why processes of this machine can't communicate through memory; '' if they can."""
+    """Returns the reason why processes of this machine can't communicate through memory; '' if they can."""
     try:
         own = OwnSegment()
         OtherSegment(own.found_at)
@@ -46,19 +46,19 @@ def why_not_through_memory() -> str:
 
 @functools.cache
 def default_backend() -> str:
-    """The fastest backend of this machine: memory, or else gloo. TORCHSHARD_TEST_BACKEND overrides it."""
+    """Returns the fastest backend of this machine, memory or gloo. TORCHSHARD_TEST_BACKEND overrides it."""
     return os.environ.get("TORCHSHARD_TEST_BACKEND") or ("gloo" if why_not_through_memory() else "memory")
 
 
 def on_ranks(ranks: int, *, seconds: float = 120.0, backend: str | None = None) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function of a module to run on several ranks at each call.
+    """Decorates a module-level function to run on several ranks at each call.
 
         @on_ranks(2)
         def test_gradients(rank):
             ...
 
     Its first parameter is the rank; the others, such as pytest's fixtures, must be picklable.
-    A call returns each rank's result, or None if all are None; it raises as `run_ranks`.
+    A call returns the results of all ranks, or None if all of them are None. It raises the errors of `run_ranks`.
     """
 
     def decorate(fn: Callable[..., Any]) -> Any:
@@ -90,10 +90,10 @@ def run_ranks(
     """Calls `fn(rank, *args)` on several ranks, one thread each.
 
     Args:
-        fn: a function of a module; its results are pickled.
+        fn: a module-level function; its results are pickled.
         seconds: how long the ranks may take on an idle machine (TORCHSHARD_TEST_PATIENCE multiplies it).
-        backend: of `torch.distributed`; None for `default_backend()`.
-        lost: a rank that stops or ends within `fn`, while the others go on.
+        backend: a backend of `torch.distributed`; by default `default_backend()`.
+        lost: a rank that stops or exits within `fn`, while the others continue.
 
     Returns:
         the results of all ranks but the lost one.
@@ -115,13 +115,13 @@ def run_ranks(
         found = {rank: _read(Path(folder) / f"{rank}.pkl") for rank in awaited}
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in found.items() if not ok and text]
     if failure or not all(ok for ok, _ in found.values()):
-        # both: of a killed rank the others may report only that their connections were reset
+        # report both: if a rank was killed, the others may report only that their connections were reset
         raise RuntimeError("\n".join([*failed, failure]).strip() or "a rank ended without a result")
     return [result for _, result in found.values()]
 
 
 def _join(processes: Mapping[int, ForkServerProcess], seconds: float, *, until_one_fails: bool) -> str:
-    """Waits for processes; returns why one did not end by itself, or ''."""
+    """Waits for processes; returns the reason if one did not end by itself, else ''."""
     waiting, deadline = {process.sentinel: rank for rank, process in processes.items()}, time.monotonic() + seconds
     while waiting:
         ended = connection.wait(list(waiting), deadline - time.monotonic())
@@ -146,7 +146,7 @@ def _rank(rank: int, fn: Callable[..., Any], ranks: int, folder: str, args: tupl
     fail_on_bugs()
     timeout = timedelta(seconds=_START_SECONDS * PATIENCE)
     dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timeout)
-    dist.barrier()  # a rank that ended while others still connect to it would fail them
+    dist.barrier()  # the others would fail if a rank ended while they still connect to it
     try:
         result = (True, fn(rank, *args))
     except BaseException:
@@ -158,7 +158,7 @@ def _rank(rank: int, fn: Callable[..., Any], ranks: int, folder: str, args: tupl
 
 
 class _Bugs(logging.Handler):
-    """Raises where a graph of the backward was lost by a bug: training falls back to autograd, and stays right."""
+    """Raises if a bug has prevented a backward graph: training falls back to autograd, and stays correct."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
@@ -170,9 +170,9 @@ _BUGS = "NameError", "UnboundLocalError", "AttributeError", "KeyError", "IndexEr
 
 
 def fail_on_bugs() -> None:
-    """Has this process raise where a rule or pass breaks the graph of the backward, which training else does without.
+    """Makes this process raise if a bug in a rule or pass prevents a backward graph.
 
-    Ranks of `run_ranks` call it by themselves.
+    Otherwise training falls back to autograd. The ranks of `run_ranks` call this function automatically.
     """
     for name in ("torchshard.runtime.step", "torchshard.checking.steps"):
         logging.getLogger(name).setLevel(logging.INFO)

@@ -1,9 +1,10 @@
-"""One op, whole and in parts: the op gets a graph of its own under one choice of its row, and the graph of all ranks is
-compared with the op itself, results and input gradients.
+"""Compares a split op with the full op: its results, written buffers and input gradients.
+
+The op gets its own graph, under one choice of its row, which all ranks run:
 
     x ─ scatter ─ op ─ gather ─ result           a split choice: the passes insert the conversions
     stack of addends ─ sum ─ op                  an operand that must be Partial is a sum that is split
-    op ─ mul(split) ─ gather ─ result            a Replicate result is consumed by an op that is split
+    op ─ mul(split) ─ gather ─ result            a Replicate result is read by an op that is split
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from torchshard.testing.calls import PlannedCall
 
 aten = torch.ops.aten
 ADDENDS = 4
-"""Addends of an operand that must be Partial: with three ranks the last has none."""
+"""The number of addends of an operand that must be Partial: on three ranks the last rank gets 0 of them."""
 
 
 def check_rule(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> list[Choice]:
-    """Runs an op whole and in parts, under every choice of its rule, and compares results and input gradients.
+    """Compares an op, split under every choice of its rule, with the full op: results and input gradients.
 
         testing.check_rule(torch.ops.mine.scale.default, torch.randn(5, 7, dtype=torch.float64, requires_grad=True), 2)
 
-    Dims of five and seven are uneven for two and three ranks; dims of one leave ranks with nothing.
+    Sizes of five and seven split unevenly over two and three ranks; a size of one leaves ranks with empty slices.
 
     Args:
         op: an overload of an operator with a rule (`torchshard.rule`).
@@ -56,11 +57,11 @@ def check_rule(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any
         ranks: the numbers of ranks.
 
     Returns:
-        the choices that were compared: one is `split a` for each factor of the row that may be split.
+        the choices that were compared, among them `split a` for each factor `a` that may be split.
 
     Raises:
-        RuleError: the op has no rule for this call, or fails under one of its choices.
-        CheckError: under one of the choices something differs; the error says which, where and by how much.
+        RuleError: the op lacks a rule for this call, or fails under one of its choices.
+        CheckError: a value differs under one of the choices; the error names the choice, the value and the difference.
     """
     call, compared = OpCall(op, args, kwargs), list[Choice]()
     for number in ranks:
@@ -83,7 +84,7 @@ def _checked(call: OpCall, choice: Choice, ranks: int) -> Report:
         return call.check(choice, ranks)
     except ShardError:
         raise
-    except Exception as error:  # of the op, which was given operands that its rule makes too small or too large
+    except Exception as error:  # the op fails on operands that its rule made too small or too large
         raise RuleError(
             f"{call.target} fails under {choice.name!r}",
             where=f"testing.check_rule, one of {ranks} ranks",
@@ -100,16 +101,16 @@ class OpCall:
     args: Sequence[Any]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     hints: Sequence[Hint] = ()
-    """Shards to try besides the plain ones and those in segments and units: (operand, layout)."""
+    """(operand, layout): Shards to try in addition to plain, segmented and unit ones."""
     compares_values: bool = True
-    """False for results that are undefined (`torch.empty`): then shapes alone are compared."""
+    """False for undefined results (`torch.empty`): then only shapes are compared."""
     fakes: Callable[[], FakeTensorMode] = FakeTensorMode
-    """Makes the mode in which the op is recorded; one with a `ShapeEnv` may make sizes dynamic."""
+    """Makes the mode in which the op is recorded; a mode with a `ShapeEnv` may make sizes dynamic."""
     divides_dynamic: bool = False
-    """Whether dynamic sizes are multiples of the number of ranks, so that they may be split."""
+    """Whether dynamic sizes are multiples of the number of ranks, so they may be split."""
 
     def row_and_choices(self, ranks: int, *, in_parts: bool = True) -> tuple[Row | None, list[Choice]]:
-        """The row of the op, and all choices that it allows.
+        """Returns the row of the op, and all choices that it allows.
 
         Args:
             in_parts: whether to try each dim in segments and in units as well.
@@ -121,11 +122,11 @@ class OpCall:
             return None, [Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))]
         found = choices(row, ranks, [*self.hints, *(_part_hints(row) if in_parts else ())])
         distinct = {(c.name, c.operands, c.results): c for c in found}.values()
-        flags = [n.meta["val"].dtype is torch.bool for n in operands(node)]  # no op makes a Partial of booleans
+        flags = [n.meta["val"].dtype is torch.bool for n in operands(node)]  # no op returns a Partial of booleans
         return row, [c for c in distinct if not any(x == P and f for x, f in zip(c.operands, flags, strict=True))]
 
     def planned(self, choice: Choice, ranks: int) -> PlannedCall:
-        """The op's graph under one choice, with its collectives."""
+        """Returns the op's graph under one choice, with its collectives."""
         model = _OneOp(self, choice)
         made = _OpGraph(model, model.inputs, choice, ranks)
         made.finish()
@@ -139,10 +140,10 @@ class OpCall:
         return PlannedCall(model, model.inputs, {}, Program(captured, Plan((plan,)), rewrite(made.module, plan)))
 
     def check(self, choice: Choice, ranks: int) -> Report:
-        """Compares the op in parts with the op whole: results, written buffers and input gradients.
+        """Compares the split op with the full op: results, written buffers and input gradients.
 
         Raises:
-            RuleError: not all of these were compared.
+            RuleError: some of these were not compared.
         """
         made, model = self.planned(choice, ranks), _OneOp(self, choice)
         report = check_program(made.model, made.program, made.graph, made.args, {})
@@ -159,7 +160,7 @@ class OpCall:
 
 
 class _OneOp(nn.Module):
-    """The op itself as a module, on the call's tensors; what the sharded graph is compared with."""
+    """The op as a module, on the call's tensors: the reference for the sharded graph."""
 
     def __init__(self, call: OpCall, choice: Choice | None = None) -> None:
         super().__init__()
@@ -195,7 +196,7 @@ class _OneOp(nn.Module):
         return [r.unsqueeze(0) if _wants_tail(x, r) else r for x, r in zip(wanted, results, strict=True)]
 
     def results(self) -> list[Tensor]:
-        """The op's results on the call's tensors; buffers and RNG states are left as they were."""
+        """Returns the op's results on the call's tensors; buffers and RNG states stay unchanged."""
         held = {name: b.clone() for name, b in self.named_buffers()}
         with keeping_rng_states(()):
             found = self(*[t.detach().clone() for t in self.inputs])
@@ -213,7 +214,7 @@ def _has_grad(value: Tensor) -> bool:
 
 
 def _addends(value: Tensor) -> Tensor:
-    """A stack of random addends that sum to a value."""
+    """Returns a stack of random addends that sum to a value."""
     held = value.detach()
     if _has_grad(held):
         rest = torch.randn(ADDENDS - 1, *held.shape, dtype=held.dtype, device=held.device)
@@ -223,7 +224,7 @@ def _addends(value: Tensor) -> Tensor:
 
 
 class _OpGraph:
-    """A graph of one op under one choice, made node by node."""
+    """A graph of one op under one choice, built node by node."""
 
     def __init__(self, model: _OneOp, tensors: Sequence[Tensor], choice: Choice | None, ranks: int) -> None:
         self.module = fx.GraphModule(nn.Module(), fx.Graph())
@@ -244,7 +245,7 @@ class _OpGraph:
         return self._call("op", self.model.call.target, args, kwargs, self.choice)
 
     def _placeholders(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Buffers before inputs, as a captured graph has them."""
+        """Adds the placeholders, buffers before inputs as in a captured graph."""
         names = iter(flatten_call(self.model, tensors, {}).names)
         given, made = iter(tensors), dict[int, fx.Node]()
         leaves = [(i, leaf) for i, leaf in enumerate(self.model.leaves) if isinstance(leaf, Tensor)]
@@ -276,7 +277,7 @@ class _OpGraph:
         return node
 
     def _follow(self, node_name: str, target: Any, args: Any, **wanted: Any) -> fx.Node:
-        """An op after (or before) the tested one, under the first of its choices with these fields."""
+        """Adds an op after or before the tested one, under its first choice with these fields."""
         node = self._call(node_name, target, args, {}, None)
         hints = [(i, x) for i, x in enumerate(wanted.get("operands", ())) if isinstance(x, Shard)]
         row = node_row(node)
@@ -286,7 +287,7 @@ class _OpGraph:
         return node
 
     def finish(self) -> None:
-        """Adds the output: every tensor result."""
+        """Adds the output, with every tensor result."""
         layouts = self.choice.results if self.choice else (I,) * len(values(self.op))
         self.module.graph.output(tuple(self._results(layouts)))
         inputs = self.module.graph.find_nodes(op="placeholder")
@@ -318,7 +319,7 @@ class _OpGraph:
 
 
 def _part_hints(row: Row) -> Iterator[Hint]:
-    """For every dim of every tensor: split as two segments, and as units of two."""
+    """Yields two Shards of every dim of every tensor: in two segments, and in units of two."""
     for position, dims in enumerate((*row.operands, *row.results)):
         for dim, size in enumerate(sum(_size(term, row) for term in terms) for terms in dims):
             if size > 2:

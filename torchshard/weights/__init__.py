@@ -1,1 +1,1 @@
-"""Slices of parameters: cut from whole tensors, used in users' own code, saved in state dicts."""
+"""Slices of parameters: cut from full tensors, used in users' code, saved in state dicts."""

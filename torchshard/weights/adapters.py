@@ -1,6 +1,6 @@
-"""Adapters of peft (LoRA and others that have their tensors in the layers of a model), from the files of peft.
+"""Loads peft adapters (LoRA and others with tensors inside the layers of a model) into lazy models.
 
-Source: `peft.PeftModel.from_pretrained`, which reads values at once, and so can't run on lazy models.
+Source: `peft.PeftModel.from_pretrained`, which reads values at once and can't run on lazy models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CONFIG: Final = "adapter_config.json"
 
 
 def adapter_names(model: Any, adapter: str) -> dict[str, str]:
-    """Name in an adapter's file -> name in the model."""
+    """Returns a dict: name in an adapter's file -> name in the model."""
     from peft import get_peft_model_state_dict
     from peft.utils.other import EMBEDDING_LAYER_NAMES
 
@@ -40,12 +40,12 @@ def adapter_names(model: Any, adapter: str) -> dict[str, str]:
 def with_adapter(
     model: nn.Module, weights: Weights, folder: str | os.PathLike[str], *, is_trainable: bool
 ) -> tuple[nn.Module, Weights]:
-    """A lazy model with an adapter, as `PeftModel.from_pretrained` would make it, and the weights of both.
+    """Adds an adapter to a lazy model, like `PeftModel.from_pretrained`; returns it and all weights.
 
     Args:
-        model: is changed.
-        weights: of the model.
-        folder: where `PeftModel.save_pretrained` has put the adapter.
+        model: modified in place.
+        weights: the model's.
+        folder: the adapter's folder, written by `PeftModel.save_pretrained`.
 
     Raises:
         InputError: peft is not installed, the folder has no adapter, or its tensors do not fit the model.

@@ -1,9 +1,9 @@
-"""Which parts of a whole tensor a rank's slice is made of.
+"""Boxes: the rectangular regions of a full tensor that make up a rank's slice.
 
 w: f32[6, 4], layout S(0; 2+4), rank 1 of 2        its slice: f32[3, 4]
-rows 1 to 2 of w are row 0 of the slice, rows 4 to 6 are its rows 1 and 2
+w[1:2] is row 0 of the slice, w[4:6] is its rows 1 and 2
 
-A slice that is cut again, over another mesh axis, has parts of these parts.
+A sharding over a second mesh axis cuts these boxes again.
 """
 
 from __future__ import annotations
@@ -19,37 +19,40 @@ from torchshard.core.layouts import Shard, parts_of, ranges
 from torchshard.core.sharding import Cuts
 
 Box = tuple[tuple[int, int], ...]
-"""(start, stop) of each dim of a part of a tensor."""
+"""The (start, stop) of a region of a tensor along each dim."""
 
 
 class Piece(NamedTuple):
-    """A part of a whole tensor that lies in a rank's slice without gaps."""
+    """A box of a full tensor that is also one box in a rank's slice."""
 
     box: Box
-    """Of the whole tensor."""
+    """The box in the full tensor."""
     at: tuple[int, ...]
-    """Where the piece begins in the slice, along each dim."""
+    """The index in the slice at which the piece begins, along each dim."""
 
     def of(self, local: Tensor) -> Tensor:
-        """The piece of a slice, as a view."""
+        """Returns a view of the piece in a rank's slice."""
         for dim, (at, size) in enumerate(zip(self.at, sizes(self.box), strict=True)):
             local = local.narrow(dim, at, size)
         return local
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box of all of a tensor."""
+    """Returns the box that covers a full tensor."""
     return tuple((0, extent) for extent in shape)
 
 
 def sizes(box: Box) -> list[int]:
-    """The shape of a part."""
+    """Returns the shape of a box."""
     return [stop - start for start, stop in box]
 
 
 def pieces(shape: Sequence[int], cuts: Cuts) -> list[Piece]:
-    """The pieces of a rank's slice of a tensor of global `shape`; none of them is empty, unless the tensor is."""
-    held = [[(0, extent)] for extent in shape]  # of each dim, the ranges of the whole that the slice has, in its order
+    """Returns the pieces of a rank's slice of a tensor of global `shape`.
+
+    They are empty only if the tensor is.
+    """
+    held = [[(0, extent)] for extent in shape]  # per dim, the slice's global ranges, in its order
     for layout, rank, world in cuts:
         if isinstance(layout, Shard):
             own = held[layout.dim]
@@ -60,7 +63,7 @@ def pieces(shape: Sequence[int], cuts: Cuts) -> list[Piece]:
 
 
 def _within(own: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The ranges of the whole that lie between two places of a slice which is made of ranges."""
+    """Yields the global ranges of the elements `start` to `stop` of a slice made of the ranges `own`."""
     at = 0
     for first, last in own:
         begin, end = max(first, first + start - at), min(last, first + stop - at)
@@ -70,11 +73,12 @@ def _within(own: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[t
 
 
 def overlaps(shape: Sequence[int], cuts: Cuts, box: Box, part: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """What a rank's slice has of a part of the whole: (where it is in the slice, the same as a view of `part`).
+    """Intersects a rank's slice with a box: yields (box in the slice, view of its values in `part`).
 
     Args:
-        box: of the whole tensor.
-        part: a tensor of the box's shape.
+        shape: the global shape.
+        box: a box of the full tensor.
+        part: the values in the box.
     """
     for piece in pieces(shape, cuts):
         common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.box, box, strict=True)]
@@ -89,7 +93,7 @@ def overlaps(shape: Sequence[int], cuts: Cuts, box: Box, part: Tensor) -> Iterat
 
 
 def place_of(shape: Sequence[int], box: Box | None = None) -> Tensor:
-    """A part of a row-major tensor as a view without memory, whose strides and offset say where the part lies."""
+    """Returns a meta tensor with the shape, strides and storage offset of a box of a row-major tensor."""
     place = torch.empty(tuple(shape), device="meta")
     for dim, (start, stop) in enumerate(box or ()):
         place = place.narrow(dim, start, stop - start)
@@ -97,11 +101,11 @@ def place_of(shape: Sequence[int], box: Box | None = None) -> Tensor:
 
 
 def runs(place: Tensor, itemsize: int) -> tuple[int, Iterator[int]]:
-    """How a part lies in the memory of its tensor: (bytes of each run without gaps, where each run begins, in bytes).
+    """Returns the contiguous runs of a box in its tensor's memory: (bytes per run, offset of each in bytes).
 
     Args:
-        place: as of `place_of`, not empty; the runs are in the order of its dims.
-        itemsize: bytes of an element.
+        place: a view from `place_of`, not empty; the runs are in the order of its dims.
+        itemsize: bytes per element.
     """
     dims = [(size, stride) for size, stride in zip(place.shape, place.stride(), strict=True) if size > 1]
     length = 1
@@ -113,5 +117,5 @@ def runs(place: Tensor, itemsize: int) -> tuple[int, Iterator[int]]:
 
 
 def with_range(box: Box, dim: int, start: int, stop: int) -> Box:
-    """A part with another range of indices of one dim."""
+    """Returns the box with a different range along one dim."""
     return (*box[:dim], (start, stop), *box[dim + 1 :])

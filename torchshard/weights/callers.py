@@ -1,7 +1,7 @@
-"""Finds out whose code runs: a slice of a parameter behaves differently for users than for PyTorch and this library.
+"""Finds out whose code calls a function of a slice: the user's, PyTorch's or this library's.
 
-Users may mistake a slice for the whole parameter; optimizers, autograd and this library know what they do. A function
-of a tensor does not learn who called it, so the stack of frames is all there is to ask.
+Users may mistake a slice for the full parameter; optimizers, autograd and this library do not. A
+tensor's methods do not receive their caller, so this module inspects the stack frames.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ _KNOWING = (
     "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.parameter", "torch.nn.utils.clip_grad", "torch.optim",
     "torch.serialization", "torch.storage", "torch.testing._comparison", "torch.utils._foreach_utils",
 )  # fmt: skip
-"""PyTorch's modules that look after tensors, or treat each element alone. All others act for their callers."""
+"""PyTorch's modules that manage tensors or compute elementwise. All others act for their callers."""
 _PASSING = (
     "torch._dynamo.eval_frame", "torch._functorch.functional_call", "torch.distributed._functional_collectives",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.distributed.nn.functional",
     "torch.optim.swa_utils", "torchshard.runtime.submodule",
 )  # fmt: skip
-"""Modules within those, and of this library, that call what their caller gives them, and act for it too."""
+"""Modules within `_KNOWING`, and of this library, that run code passed in by their caller and act for it."""
 _MODULES = nn.Module.__module__
 _CALLS = frozenset([
     "Module._wrapped_call_impl", "Module._call_impl", "Module._load_from_state_dict", "Module.load_state_dict",
     "Module.load_state_dict.<locals>.load",
 ])  # fmt: skip
-"""The methods of modules that act for their caller: they call forward, or copy what they are given."""
+"""Methods of `nn.Module` that act for their caller: they call forward or copy a given state dict."""
 
 
 def called_from() -> str:
-    """The name of the module whose code called the function that asks."""
+    """Returns the module that called the function from which this is called."""
     return _module_of(sys._getframe(2))
 
 
 def caller(func: object) -> str:
-    """The module whose code called a function of a tensor.
+    """Returns the module that called a function of a tensor.
 
     Args:
-        func: the function; one of Python's own code asks for an override itself, so that its frame is in between.
+        func: the function. If it is Python code, it requests the override itself, so the search
+            for its caller starts above its frame.
     """
     frame: FrameType | None = sys._getframe(2)
     code = getattr(func, "__code__", None)
@@ -68,13 +69,13 @@ def _module_of(frame: FrameType) -> str:
 
 @functools.cache
 def acts_for_caller(module: str) -> bool:
-    """Whether what a module does with a slice is what its caller does."""
+    """Returns whether a module uses a slice on behalf of its caller."""
     is_torch = module == "torch" or module.startswith("torch.")
     return module in _PASSING or (is_torch and not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
 
 
 def is_users(module: str) -> bool:
-    """Whether a module belongs neither to PyTorch nor to this library."""
+    """Returns whether a module is outside PyTorch and this library."""
     return module.partition(".")[0] not in ("torch", "torchshard")
 
 
@@ -83,7 +84,7 @@ _METHOD: ContextVar[str] = ContextVar("method", default="")
 
 @contextlib.contextmanager
 def running_method(name: str) -> Iterator[None]:
-    """While a model's own method runs with its sharded model as `self`."""
+    """Marks that a method of the user's model runs, with the sharded model as `self`."""
     before = _METHOD.set(name)
     try:
         yield
@@ -92,5 +93,5 @@ def running_method(name: str) -> Iterator[None]:
 
 
 def method_of(module: str) -> str:
-    """The name of the model's own method that runs, if a module's code is not PyTorch's or this library's."""
+    """Returns the running method of the user's model if `module` is user code, otherwise ""."""
     return _METHOD.get() if is_users(module) else ""

@@ -1,11 +1,11 @@
-"""Checkpoints on disk: what a training run needs to go on, as slices in safetensors files.
+"""Checkpoints on disk: the state of a training run, as slices in safetensors files.
 
-    checkpoint.json              the one file that says which others count; it is replaced last, at once
-    data-<id>/0-of-2.safetensors the slices that rank 0 of 2 held, and its share of what all ranks held whole
-    data-<id>/objects.bin        what is no tensor: settings of optimizers, schedulers, the user's own data
+    checkpoint.json              the manifest: lists the files of the checkpoint; replaced last, atomically
+    data-<id>/0-of-2.safetensors the slices of rank 0 of 2, and its share of the replicated tensors
+    data-<id>/objects.bin        other objects: settings of optimizers, schedulers, the user's data
 
-A folder without checkpoint.json, or a data folder that it does not name, is what a save has left that did not end.
-Nothing here is pickled: opening a checkpoint runs no code.
+An interrupted save leaves a folder without checkpoint.json, or a data folder that the manifest does
+not name. The files contain no pickles, so opening a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ FORMAT: Final = "torchshard checkpoint 1"
 
 @dataclass(frozen=True)
 class SlicedTensor(StoredTensor):
-    """A whole tensor, of which files hold the ranks' slices."""
+    """A full tensor, stored as the ranks' slices in several files."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     sharding: Sharding
-    """How the ranks held it."""
+    """Its sharding when it was saved."""
     slices: tuple[FileTensor, ...]
-    """By the numbers of the ranks that held different ones; of a tensor that was whole on all ranks, one."""
+    """The distinct slices in rank order; one for a replicated tensor."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
-        """As `FileTensor.read`; it reads no more than the part has."""
+        """Reads a box into a tensor, see `StoredTensor.read`; ignores `spare` and reads only the box's bytes."""
         return sum(
             file.read(own, target, dtypes)
             for cuts, file in zip(self.sharding.all_cuts(), self.slices, strict=True)
@@ -55,11 +55,11 @@ class SlicedTensor(StoredTensor):
         )
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """As `FileTensor.buffer_bytes`."""
+        """Returns the bytes that `read` allocates in addition to `into`."""
         return self.slices[0].buffer_bytes(into, dtypes)
 
     def sample(self) -> bytes:
-        """As `FileTensor.sample`."""
+        """Returns the joined samples of the slices."""
         return b"".join(file.sample() for file in self.slices)
 
     def __str__(self) -> str:
@@ -71,27 +71,27 @@ class Checkpoint:
     """A complete checkpoint."""
 
     folder: Path
-    """With the manifest."""
+    """The folder of the manifest."""
     id: str
-    """Another one for each save."""
+    """The id of the save: 16 hex digits."""
     tensors: Mapping[str, SlicedTensor]
-    """'model/<name>', and 'optimizer/<number>/<state>/<name of the parameter>'."""
+    """By name: 'model/<name>' or 'optimizer/<number>/<state>/<name of the parameter>'."""
     aliases: Mapping[str, str]
-    """Another name of a tied parameter -> its first name, both as in `tensors`."""
+    """Alias of a tied parameter -> its first name, both as in `tensors`."""
 
     digest: str
-    """Of the file with what is no tensor."""
+    """The hash of objects.bin."""
 
     @property
     def objects_path(self) -> Path:
-        """The file with what is no tensor."""
+        """The path of objects.bin."""
         return self.folder / f"data-{self.id}" / OBJECTS
 
     def objects(self) -> bytes:
-        """What is no tensor.
+        """Returns the content of objects.bin.
 
         Raises:
-            InputError: the file can't be read, or is not the one that was saved.
+            InputError: the file can't be read, or its hash differs from the manifest's.
         """
         try:
             data = self.objects_path.read_bytes()
@@ -102,17 +102,17 @@ class Checkpoint:
         return data
 
     def find(self, name: str) -> SlicedTensor | None:
-        """The tensor with this name, or with the first name of a tied one."""
+        """Returns the tensor with this name or alias."""
         return self.tensors.get(self.aliases.get(name, name))
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, complete or not."""
+    """Returns whether a folder contains a checkpoint, complete or not."""
     return (folder / MANIFEST).is_file() or (folder.is_dir() and any(folder.glob("data-*/*-of-*")))
 
 
 def digest(data: bytes) -> str:
-    """A hash of a file's content."""
+    """Returns the hash of a file's content."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -124,12 +124,12 @@ def manifest(
     aliases: Mapping[str, str],
     mesh: Mapping[str, int],
 ) -> bytes:
-    """The content of checkpoint.json.
+    """Returns the content of checkpoint.json.
 
     Args:
         files: name within the data folder -> its size in bytes.
         objects: the content of objects.bin.
-        layouts: tensor -> '<word> <shape of the whole>'.
+        layouts: tensor -> '<sharding> <global shape>'.
         mesh: axis, outermost first -> the number of ranks along it.
     """
     body = {
@@ -145,17 +145,17 @@ def manifest(
 
 
 def file_metadata(id_: str, name: str) -> dict[str, str]:
-    """What the file of a rank says of itself: to another place in a checkpoint, or into another one, it is refused."""
+    """Returns the metadata of a rank's file; a file with another id or name is rejected when it is opened."""
     return {"checkpoint": id_, "file": name}
 
 
 def layout_text(of: Sharding, shape: Sequence[int]) -> str:
-    """How a tensor is held, and its whole shape: 'S(0; 7x8) 56,24'."""
+    """Returns a tensor's sharding and global shape as text: 'S(0; 7x8) 56,24'."""
     return f"{of.short_text} {','.join(map(str, shape))}"
 
 
 def saved_id(folder: Path) -> str:
-    """The id of the checkpoint that counts; "" if there is none.
+    """Returns the id in the manifest; "" if the manifest is missing.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the manifest can't be read.
@@ -167,12 +167,12 @@ def saved_id(folder: Path) -> str:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; each claim of its files is checked, and none of their data is read.
+    """Opens the checkpoint in a folder: checks all headers and sizes, and reads no tensor data.
 
-    If a save completes meanwhile and removes the files, that one is read.
+    If a concurrent save completes and removes the files, it opens the new checkpoint.
 
     Raises:
-        InputError: there is none that is complete, or a file is missing, torn, or of another save.
+        InputError: the folder has no complete checkpoint, or a file is missing, torn, or of another save.
     """
     tried: str | None = None
     while True:
@@ -225,10 +225,10 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def model_tensors(folder: Path) -> dict[str, SlicedTensor]:
-    """The parameters and buffers of a checkpoint, under all their names.
+    """Returns the parameters and buffers of a checkpoint, under all their names.
 
     Raises:
-        InputError: as `read_checkpoint`.
+        InputError: the checkpoint can't be read.
     """
     checkpoint, prefix = read_checkpoint(folder), "model/"
     names = [name for name in (*checkpoint.tensors, *checkpoint.aliases) if name.startswith(prefix)]
@@ -245,22 +245,22 @@ def _tables(body: Any) -> tuple[dict[str, int], dict[str, str], dict[str, str]]:
 
 
 def _mesh(sizes: Any) -> Mesh:
-    """The axes over which the ranks that have saved were laid out."""
+    """Returns the mesh of the ranks that saved."""
     if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
         raise TypeError(f"its mesh is {sizes!r:.80}")
     return Mesh(tuple(MeshAxis(size, name) for name, size in sizes.items()))
 
 
 _Held = dict[int, FileTensor]
-"""The rank that has written a tensor, by its number -> its slice."""
+"""Number of the rank that wrote a tensor -> its slice."""
 _FILE: Final = r"(?P<rank>[0-9]{1,6})-of-(?P<ranks>[0-9]{1,6})(\.(?P<replica>[0-9]{1,6}))?\.safetensors"
 
 
 def _held(folder: Path, id_: str, files: Mapping[str, int], saved: Mesh | None) -> tuple[Mesh, dict[str, _Held]]:
-    """(the ranks that have saved, tensor -> its slices).
+    """Returns (the mesh of the ranks that saved, tensor -> its slices).
 
     Args:
-        saved: their mesh; of older checkpoints the names of files tell it.
+        saved: the mesh in the manifest. Older manifests lack it; file names then give the sizes.
     """
     found, replicas, ranks = dict[str, _Held](), 1, 1
     for file, size in files.items():
@@ -298,7 +298,7 @@ def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> Sliced
         place = mesh.place(number)
         if found.setdefault(tuple(place[axis] for axis in split), tensor) is not tensor:
             raise broken(tensor.path, "another file holds this rank's slice too", name)
-    # the sizes come from names of files: no list of all slices is made unless as many are there
+    # file names are not trusted: the list of all cuts is built only if the files have that many slices
     is_complete = len(found) == math.prod(axis.size for axis, layout in of if isinstance(layout, Shard))
     of_all = {tuple(cut.rank for cut in cuts): cuts for cuts in of.all_cuts()} if is_complete else {}
     if found.keys() != of_all.keys() or not is_complete:
@@ -319,7 +319,7 @@ def _has_shape(layout: Shard, shape: Sequence[int]) -> bool:
 
 
 def broken(path: Path, why: str, tensor: str = "") -> InputError:
-    """The error for a checkpoint that can't be read."""
+    """Returns the error for a checkpoint that can't be read."""
     return InputError(
         "the checkpoint can't be read",
         where=f"{path}: {tensor}" if tensor else str(path),

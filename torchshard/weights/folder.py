@@ -1,9 +1,9 @@
-"""The weights in a folder, as lazy tensors under the names and in the shapes of a model.
+"""Loads the weights in a folder as lazy tensors with a model's names and shapes.
 
-files         the tensors of a folder, none of them read
-converted     under the model's names; of transformers' models by its own conversions (experts fused, a qkv split),
-              which run on lazy tensors and are carried out when slices are read
-checked       shapes, kinds of dtypes, tied parameters; what is missing or left over is told
+files         lists the tensors of the folder, without reading them
+converted     renames them; for a transformers model, runs the library's own conversions (experts
+              fused, a qkv split) on lazy tensors, which read the files when slices are cut
+checked       checks shapes, kinds of dtypes and tied parameters; reports missing and unused tensors
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from torchshard.weights.transformers_models import converted, is_transformers
 
 @dataclass
 class Weights:
-    """Weights that a model is to get."""
+    """The weights to load into a model, with a summary of the files."""
 
     tensors: dict[str, LazyTensor]
-    """By the first name of a parameter or buffer."""
+    """First name of a parameter or buffer -> its value."""
     file_bytes: int
-    """The size of all tensors in the files."""
+    """The total size of the tensors in the files."""
     missing: tuple[str, ...]
     unused: tuple[str, ...]
     tied: tuple[str, ...]
-    """Names of the model for a tensor that has another name before."""
+    """The model's aliases of tied tensors: all names except the first."""
     dtypes: frozenset[torch.dtype]
-    """Of the tensors in the files."""
+    """The dtypes of the tensors in the files."""
     samples: dict[str, str]
-    """A few bytes of each tensor in the files, by which ranks tell files apart."""
+    """A few bytes of each tensor in the files; ranks compare them to detect different files."""
     conversions: object = None
-    """What transformers has made of names and shapes, by which its `save_pretrained` turns them back; None without."""
+    """The conversions of names and shapes that transformers applied; its `save_pretrained` reverses them."""
     read: ReadSlices = field(default_factory=ReadSlices)
-    """What this rank has read part by part."""
+    """Statistics of this rank's partial reads."""
 
     def __str__(self) -> str:
         told = (("missing", self.missing), ("unused", self.unused), ("tied", self.tied))
@@ -65,14 +65,14 @@ class Weights:
 
 
 def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: str | os.PathLike[str]) -> Weights:
-    """The weights of a folder for a model.
+    """Loads the weights of a folder for a model.
 
     Args:
-        shell: a copy of the model without values, which is changed.
-        names: name of a parameter or buffer -> all names of it.
+        shell: a copy of the model without values; modified in place.
+        names: name of a parameter or buffer -> all its names.
 
     Raises:
-        InputError: the files can't be read, hold nothing of this model, or tensors of other shapes.
+        InputError: the files can't be read, have no tensor of this model, or one with another shape.
     """
     of_checkpoint = is_checkpoint(Path(folder))
     files: Mapping[str, StoredTensor]
@@ -108,10 +108,10 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
 
 
 def check_missing(model: nn.Module, weights: Weights, folder: object) -> None:
-    """Checks that what the files lack has values in the model.
+    """Checks that tensors missing in the files have values in the model.
 
     Raises:
-        InputError: something is on the meta device.
+        InputError: a missing tensor is on the meta device.
     """
     own = named_tensors(model)
     unknown = [name for name in weights.missing if own[name].is_meta]
@@ -130,7 +130,7 @@ def _by_name(persistent: set[str], lazies: Mapping[str, LazyTensor]) -> tuple[di
 
 
 def _check_tied(given: list[str], files: Mapping[str, StoredTensor], folder: object) -> None:
-    """Names of one parameter must not have different values in the files."""
+    """Checks that the names of one tied parameter have equal values in the files."""
     held = [files[name] for name in given if name in files]
     different = next(
         (f for f in held if (f.shape, f.dtype, f.sample()) != (held[0].shape, held[0].dtype, held[0].sample())), None
@@ -145,10 +145,10 @@ def _check_tied(given: list[str], files: Mapping[str, StoredTensor], folder: obj
 
 
 def fitting(name: str, lazy: LazyTensor, own: Tensor, folder: object) -> LazyTensor:
-    """A tensor of files in the dtype of the model's.
+    """Returns a file's tensor, cast to the dtype of the model's tensor `own`.
 
     Raises:
-        InputError: it has another shape, or is no floating-point number where that is one.
+        InputError: the shapes differ, or one is floating-point or complex and the other is not.
     """
     if lazy.shape != own.shape:
         what, why = "shape", f"it is {tuple(lazy.shape)} in the files, {tuple(own.shape)} in the model"

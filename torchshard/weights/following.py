@@ -1,21 +1,21 @@
-"""Follows slices through a function: whether f(slice) is the slice of f(whole). The rows of its ops decide.
+"""Infers whether f(slice) is the slice of f(full tensor), from the rows of the ops that f calls.
 
     p            f32[8@tp,4]
     p.mul(2)     f32[8@tp,4]       ... -> ...          a slice
     p.t()        f32[4,8@tp]       a b -> b a          a slice, of other dims
     p[:, 0]      f32[8@tp]         a !b -> a           a slice
     p.sum(1)     f32[8@tp]         a b -> a            a slice
-    p.sum()      lost              a b ->              a part of a sum
-    p.sort(0)    lost              !a b -> !a b        no rank can sort its own rows
+    p.sum()      lost              a b ->              a partial sum
+    p.sort(0)    lost              !a b -> !a b        a rank can't sort its rows separately
 
-The function runs on tensors without memory, with the shapes of the wholes, and each op that it calls is asked for its
-row, as the planner asks: is there a choice that takes the operands as they are held, and how are its results held then?
-A choice with a replacement does not count: ranks would have to run that in place of the op. Mesh axes are followed one
-after the other, each on the shapes that the ones before it leave.
+The function runs on meta tensors of the full shapes. Each op that it calls has a row, as in the
+planner: if one of its choices accepts the layouts of the operands, that choice gives the layouts of
+the results. A choice with a replacement does not count, because the function ran the op itself. Mesh
+axes are followed one by one, each on the local shapes that the previous axis leaves.
 
-What a rank has run on its slice must be what the choices say: at last the function runs on tensors of the slice's
-shape, and has to call the same ops, with the same numbers, and with results of the shapes that the rows predict. A
-function that computes with the sizes of its operands, as `channel_shuffle` does, may call others.
+Finally the function runs on meta tensors of the slice's shape. It must call the same ops with the
+same numbers, and return the shapes that the rows predict. A function that computes with the sizes of
+its operands, such as `channel_shuffle`, may call different ops and then can't be followed.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ Function = Callable[..., object]
 
 
 class SliceType(NamedTuple):
-    """What a rank's tensor is a slice of."""
+    """The sharding and global shape of a rank's slice."""
 
     sharding: Sharding
     whole: tuple[int, ...]
-    """The shape of the whole tensor."""
+    """The global shape."""
 
 
 class Lost(NamedTuple):
-    """A rank's tensor is not the slice of anything."""
+    """Marks a tensor that depends on slices but is not a slice itself."""
 
     draws: bool = False
-    """Whether it comes of random numbers."""
+    """Whether it depends on random numbers."""
 
 
 Followed = SliceType | Lost | None
-"""What is known of a tensor; None if it does not depend on slices."""
+"""The inferred type of a tensor; None if it does not depend on slices."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function makes of slices."""
+    """The inferred types of a call's results and arguments."""
 
     results: tuple[Followed, ...]
-    """Of each tensor that it returns."""
+    """The type of each tensor that the function returns."""
     written: Mapping[int, SliceType | Lost] = field(default_factory=dict)
-    """Of tensors among its arguments, by their numbers: what they are if they were written to, and that is new."""
+    """Number of a tensor argument -> its type if the function writes to it; only types that are new."""
     slices: Collection[int] = ()
-    """The numbers of the arguments that were taken for slices."""
+    """The numbers of the tensor arguments that were treated as slices."""
 
 
 def follow(
@@ -85,12 +85,12 @@ def follow(
     place: Place,
     result: object,
 ) -> Outcome:
-    """Returns what a function has made of slices.
+    """Infers the types of a call's results and of the arguments that it wrote to.
 
     Args:
-        held: the number of a slice among the tensors of the arguments -> what it is a slice of.
-        place: of this rank.
-        result: what the function has returned for these arguments.
+        held: the number of a slice among the tensor arguments -> its type.
+        place: this rank's place.
+        result: the value that the function returned on this rank.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -113,7 +113,7 @@ def follow(
 
 _KNOWN: dict[Hashable, Outcome] = {}
 MAX_KNOWN = 1 << 12
-"""The size at which the cache is cleared: a step of a hand-written optimizer has a few calls for each shape."""
+"""The size at which the cache is cleared; a step of a hand-written optimizer adds a few calls per shape."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
 
 
@@ -125,7 +125,7 @@ def _key(
     place: Place,
     shapes: Sequence[tuple[int, ...]],
 ) -> Hashable:
-    """Everything that an outcome depends on; None where an argument can't be compared."""
+    """Returns the cache key of a call, with all that its outcome depends on; None if it can't be cached."""
     given, known = list[Hashable](), iter(types)
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -143,20 +143,21 @@ class _Question:
     leaves: Sequence[object]
     structure: pytree.TreeSpec
     types: Sequence[SliceType | None]
-    """Of each tensor among the leaves."""
+    """The type of each tensor among the leaves."""
     held: Collection[int]
-    """The numbers of those that are slices; others with a type only have a slice's shape."""
+    """The numbers of the tensors marked as slices; others with a type only have a slice's shape."""
     place: Place
     shapes: Sequence[tuple[int, ...]]
-    """Of the results that this rank has."""
+    """The shapes of this rank's results."""
     draws: bool = False
 
     def readings(self) -> Iterator[tuple[_Question, int | None]]:
-        """The ways to read the call, each with the number of the argument that stands for a size of the slice.
+        """Yields the interpretations of the call, each with the leaf that is a size of the slice, if any.
 
-        First, all other tensors and numbers belong to the wholes. If the function rejects them, tensors of a slice's
-        shape are slices too. Last, one of the numbers is a size of the slice and stands for the whole's, as in
-        `p.view(p.shape[0], -1)`. Any other number counts for the whole: `p.view(2, -1, 6)` means two heads on any rank.
+        First, all other tensors and numbers refer to the full tensors. If the function rejects them,
+        tensors of a slice's shape are slices too. Last, one number is a size of the slice and is
+        scaled to the full size, as in `p.view(p.shape[0], -1)`. All other numbers refer to the full
+        tensor: `p.view(2, -1, 6)` means two heads on any rank.
         """
         yield self, None
         takes_wholes = self._takes_wholes()
@@ -169,7 +170,7 @@ class _Question:
         yield from ((question, i) for i in numbers)
 
     def _is_size(self, number: int) -> bool:
-        """Whether a number is the size of a split dim, or its product with neighboring sizes."""
+        """Returns whether a number is the size of a split dim, or its product with neighboring sizes."""
         own = (tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
         for of, sizes in zip(self.types, own, strict=True):
             for dim in (d for d, size in enumerate(sizes) if of is not None and size != of.whole[d]):
@@ -179,7 +180,7 @@ class _Question:
         return False
 
     def _infers_a_size_of_one(self) -> bool:
-        """Whether a view has a size of 1 that no argument states: `p.view(4, -1, 6)` of four rows means four heads."""
+        """Returns whether a view infers a size of 1: `p.view(4, -1, 6)` of four rows means four heads."""
         own = [tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor)]
         stated = sum(type(leaf) is int and leaf == 1 for leaf in self.leaves)
         most = max(sizes.count(1) for sizes in own) + stated
@@ -200,10 +201,10 @@ class _Question:
         return True
 
     def answered(self, scaled: int | None) -> Outcome | None:
-        """The outcome, if the function can be followed.
+        """Returns the outcome, or None if the function can't be followed.
 
         Args:
-            scaled: the argument that stands for a size of the slice.
+            scaled: the number of the leaf that is a size of the slice.
         """
         (first, *others) = [of for of in self.types if of is not None]
         axes = [letter.axis for letter in first.sharding]
@@ -221,7 +222,7 @@ class _Question:
             levels.append(_Level(1, 0, levels[-1].taken_apart))
             self._run(levels[-1], [I] * len(shapes), shapes)
             is_alike = all(a.agrees_with(b) for a, b in itertools.pairwise(levels))
-        except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
+        except Exception:  # on meta tensors, or on other sizes, a function may raise anything
             return None
         finally:
             self.draws |= any(level.draws for level in levels)
@@ -235,7 +236,7 @@ class _Question:
         shapes: Sequence[tuple[int, ...] | None],
         scaled: int | None = None,
     ) -> _Found:
-        """Runs the function on tensors without memory, with these layouts and shapes; None for a tensor's own shape."""
+        """Runs the function on meta tensors with these layouts and shapes; None means a tensor's own shape."""
         args, kwargs, tensors = self._called_with(shapes, scaled)
         for tensor, layout in zip(tensors, layouts, strict=True):
             level.note(tensor, layout)
@@ -247,7 +248,7 @@ class _Question:
     def _called_with(
         self, shapes: Sequence[tuple[int, ...] | None], scaled: int | None = None
     ) -> tuple[Sequence[Any], Mapping[str, Any], list[Tensor]]:
-        """The arguments with other tensors, which have these shapes and no memory, and those tensors."""
+        """Returns the arguments with meta tensors of these shapes, and those tensors."""
         shape_of, given, tensors = iter(shapes), list[object](), list[Tensor]()
         ratio = self._ratio(shapes)
         for number, leaf in enumerate(self.leaves):
@@ -262,13 +263,13 @@ class _Question:
         return *pytree.tree_unflatten(given, self.structure), tensors
 
     def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
-        """How many times more elements a slice has here than on this rank."""
+        """Returns a slice's number of elements at these shapes, divided by this rank's."""
         of_leaves = (leaf.numel() for leaf in self.leaves if isinstance(leaf, Tensor))
         whole, own = next((math.prod(s), n) for s, n in zip(shapes, of_leaves, strict=True) if s is not None)
         return whole / own if own else 1.0
 
     def _joined(self, axes: Sequence[MeshAxis], found: Sequence[_Found]) -> Outcome | None:
-        """What was found along all axes, one after the other; None if the results have other shapes on this rank."""
+        """Combines the types along all axes; None if this rank's results have different shapes."""
         if any(len(each.results) != len(self.shapes) for each in found):
             return None
         results = list[Followed]()
@@ -303,12 +304,12 @@ class _Question:
 
 
 class _Found(NamedTuple):
-    """What was found along one axis."""
+    """The layouts along one mesh axis after the function ran."""
 
     results: Sequence[tuple[Layout | Lost, tuple[int, ...]]]
-    """The layout and the shape of each result."""
+    """The layout and shape of each result."""
     after: Sequence[tuple[Layout | Lost, tuple[int, ...]]]
-    """Those of the arguments, after the function."""
+    """The layout and shape of each tensor argument."""
 
 
 def _whole_number(value: float) -> int:
@@ -318,42 +319,42 @@ def _whole_number(value: float) -> int:
 
 
 class _Step(NamedTuple):
-    """A call of an op."""
+    """One call of an op."""
 
     op: object
     numbers: Mapping[str, object]
-    """Its arguments that are no tensors, without sizes of its result."""
+    """Its arguments without tensors, except sizes of the result."""
     shapes: Sequence[tuple[int, ...]]
-    """Of its results."""
+    """The shapes of its results."""
     local: Sequence[tuple[int, ...] | None]
-    """The shapes of a rank's slices of them; None for results that are lost, or repeat along a dim."""
+    """The shape of this rank's slice of each result; None if the result is lost or repeats along a dim."""
 
 
 class _Level(TorchDispatchMode):
-    """Follows layouts over one mesh axis through ops on tensors without memory."""
+    """Follows layouts over one mesh axis through ops on meta tensors."""
 
     def __init__(self, size: int, rank: int, taken_apart: Collection[int]) -> None:
-        """Follows slices of a rank of an axis.
+        """Follows the slices of one rank.
 
         Args:
             size: the number of ranks along the axis.
-            taken_apart: the numbers of the ops that were taken apart along an earlier axis.
+            taken_apart: the numbers of the ops that were decomposed along an earlier axis.
         """
         super().__init__()
         self.taken_apart = set(taken_apart)
         self.draws, self.takes_sizes = False, False
         self._size, self._rank = size, rank
         self._steps: list[_Step] = []
-        self._results: list[object] = []  # PyTorch calls `detach` of some results that are held, so all are
+        self._results: list[object] = []  # PyTorch calls `detach` on some referenced results, so keep all
         self._calls = 0
         self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
-        """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
+        """`id` of a tensor -> the tensor, kept alive so that the id stays unique, and its layout."""
         self._written = set[int]()
-        """The memory that slices were written into: finds tensors that are not known, such as a view's base."""
+        """The storages that slices were written into; identifies tensors not in `_known`, such as a view's base."""
         self._inside: set[object] = set()
 
     def note(self, tensor: Tensor, layout: Layout | Lost) -> None:
-        """Notes the layout of a tensor."""
+        """Records the layout of a tensor."""
         self._known[id(tensor)] = tensor, layout
 
     def layout(self, tensor: Tensor) -> Layout | Lost:
@@ -367,7 +368,7 @@ class _Level(TorchDispatchMode):
         return tuple(map(int, local_shape(shape, layout, self._rank, self._size)))
 
     def agrees_with(self, local: _Level) -> bool:
-        """Whether the ops that ran with the shapes of slices are those that have run here, on slices."""
+        """Returns whether a run on the slices' shapes called the same ops with the predicted shapes."""
         if len(self._steps) != len(local._steps):
             return False
         return all(
@@ -379,7 +380,7 @@ class _Level(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an op, and notes the layouts of its results."""
+        """Runs an op and records the layouts of its results."""
         kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
         number, self._calls = self._calls, self._calls + 1
         given = [self.layout(tensor) for tensor in _tensors((args, kwargs))]
@@ -425,7 +426,7 @@ class _Level(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         made: Sequence[Tensor],
     ) -> Sequence[Layout | Lost] | None:
-        """The layouts of an op's results, for operands with these layouts; None if its row does not let follow."""
+        """Returns the layouts of an op's results; None if its row does not determine them."""
         if all(layout == I for layout in given):
             return [I] * len(made)
         lost = next((layout for layout in given if isinstance(layout, Lost)), None)
@@ -440,7 +441,7 @@ class _Level(TorchDispatchMode):
         layouts: Sequence[Layout | Lost],
     ) -> None:
         if not made:
-            raise NotImplementedError(func)  # it gives a number, or nothing that could be followed
+            raise NotImplementedError(func)  # it returns no tensor
         named = bound(func, args, kwargs)
         written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
         for tensor, layout in zip(made, layouts, strict=True):
@@ -450,7 +451,7 @@ class _Level(TorchDispatchMode):
             self._write(target, layouts[0])
 
     def _parts(self, func: Any) -> Callable[..., Any] | None:
-        """What PyTorch runs for an op."""
+        """Returns PyTorch's decomposition of an op, if it has one that may run."""
         if func in self._inside or func._schema.is_mutable or is_random(func):
             return None
         return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
@@ -467,7 +468,7 @@ class _Level(TorchDispatchMode):
             self._inside.discard(func)
 
     def _write(self, target: Tensor, value: Layout | Lost) -> None:
-        """Notes that a value was written into a tensor, and so into all that share its memory."""
+        """Records a write into a tensor, and so into all tensors that share its memory."""
         before = self.layout(target)
         if before == value and not isinstance(value, Lost):
             return
@@ -482,7 +483,7 @@ class _Level(TorchDispatchMode):
     def _planned(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
     ) -> list[Layout | Lost] | None:
-        """The layouts of an op's results, by its row; None if it has none for operands that are held so."""
+        """Returns the layouts of an op's results by its row; None if no choice is legal without a replacement."""
         target, named = _without_writes(func, args, kwargs)
         call = call_of(target, named, made)
         operands = [t for t in pytree.tree_leaves(list(named.values())) if isinstance(t, Tensor)]
@@ -490,7 +491,7 @@ class _Level(TorchDispatchMode):
         if found is None:
             return None
         row, choice = found
-        # a replacement that only has a rank's sizes for the whole's is what the op was called with here
+        # a replacement that only substitutes the rank's sizes equals the call that this rank made
         takes_sizes = any(a.name in _SIZES for a in func._schema.arguments)
         if local_replacement(row, choice) is not None and not takes_sizes:
             return None
@@ -498,13 +499,13 @@ class _Level(TorchDispatchMode):
 
 
 def _held(tensor: Tensor, layout: Any) -> list[Layout]:
-    """The layouts that a tensor has; one that repeats along a dim has the same values in slices of any sizes."""
+    """Returns the layouts that a tensor fits: slices of a dim with stride 0 have the same values at any size."""
     repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
     return [layout, *(Shard(dim) for dim in repeated)]
 
 
 _SIZES = ("size", "shape", "sizes")
-"""What PyTorch's ops call the argument that is the shape of the result."""
+"""The names that PyTorch's ops use for the argument with the result's shape."""
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -518,12 +519,12 @@ def _is_written(argument: torch.Argument) -> bool:
 def planned(
     call: Call, given: Sequence[Collection[Layout]], size: int, tags: Sequence[torch.Tag] = ()
 ) -> tuple[Row, Choice] | None:
-    """Returns an op's row and its choice for operands as they are held; None if it has none.
+    """Returns an op's row and the choice that accepts the operands' layouts; None if no choice does.
 
     Args:
-        given: the layouts of the operands, of which each may have several.
+        given: the layouts that each operand fits.
         size: the number of ranks.
-        tags: those of the op, of which this may be the form that does not write.
+        tags: the tags of the called op; the target of `call` may be its functional overload.
     """
     row = row_of(call)
     if row is None and torch.Tag.pointwise in tags and not is_random(call.target):
@@ -539,10 +540,10 @@ def planned(
 
 
 def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
-    """Returns an op's call as rules see it.
+    """Returns the `Call` of an op for its rule.
 
     Args:
-        named: its arguments by name, without those that have their default.
+        named: the arguments by name; defaults are added.
     """
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     bound = {**defaults, **named}
@@ -559,7 +560,7 @@ def bound(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str
 def _without_writes(
     func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[OpOverload[..., Any], dict[str, Any]]:
-    """The form of an op that does not write, and its arguments by name; an op that has a rule, as it is."""
+    """Returns the functional overload of an op without a rule, or the op itself, and the arguments by name."""
     named = bound(func, args, kwargs)
     functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
     if functional is None:
@@ -574,13 +575,13 @@ _FOREACH = "_foreach_"
 
 
 def _of_one(func: OpOverload[..., Any]) -> Callable[..., Any] | None:
-    """The op on one tensor of an op on lists: `mul_` for `_foreach_mul_`."""
+    """Returns the single-tensor op of an op on lists: `mul_` for `_foreach_mul_`."""
     name = func._schema.name.split("::")[1]
     return getattr(aten, name.removeprefix(_FOREACH), None) if name.startswith(_FOREACH) else None
 
 
 def _for_each(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    # addcdiv_ takes by name what _foreach_addcdiv_ takes as the last of its arguments
+    # _foreach_addcdiv_ takes its last argument by position, addcdiv_ takes it by name
     schema = getattr(op, op.overloads()[0])._schema.arguments
     positional, named = sum(not a.kwarg_only for a in schema), [a.name for a in schema if a.kwarg_only]
     kwargs = {**dict(zip(named, args[positional:], strict=False)), **kwargs}

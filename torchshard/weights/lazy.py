@@ -1,9 +1,10 @@
-"""Models whose constructors allocate nothing: `with lazy():` notes what they do to their tensors, on a tape.
+"""Builds models without allocating memory: `with lazy():` records a constructor's tensor ops on a tape.
 
-A `LazyTensor` has a shape, a dtype and a device, and no memory. Its values are computed when `compute` asks for them,
-one tensor at a time, and are bit for bit those that the constructor would have made: random numbers are drawn in the
-same order, from the RNG state in which `lazy` was entered. Whatever is done to a lazy tensor later, as a cast, a copy
-or another initialisation, is noted too. Where a constructor reads values (`.item()`, `.tolist()`), they are computed.
+A `LazyTensor` has a shape, a dtype and a device, but no memory. `compute` replays the tape to get its
+values, one tensor at a time. They are bit-equal to those of an ordinary constructor: random numbers
+are drawn in the same order, from the RNG state at the entry of `lazy`. Later ops on a lazy tensor,
+such as a cast, a copy or another initialisation, are recorded too. If a constructor reads values
+(`.item()`, `.tolist()`), they are computed at once.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Kwargs = Mapping[str, Any]
 
 
 class LazyTensor(Tensor):
-    """A tensor without memory that knows how it is made."""
+    """A tensor without memory; its tape can compute its values."""
 
     tape: Tape
     slot: int
@@ -68,7 +69,7 @@ class LazyTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As `Tensor.data`: another tensor in the same memory."""
+        """Like `Tensor.data`: a different tensor with the same memory."""
         return self.detach()
 
     @data.setter
@@ -78,22 +79,22 @@ class LazyTensor(Tensor):
         self.tape, self.slot = lazy.tape, lazy.slot
 
     def data_ptr(self) -> int:
-        """A number that is equal for tensors of a tape that share memory."""
+        """Returns a number that is equal for tensors of one tape that share memory."""
         return self.tape.memories[self.slot]
 
     def tolist(self) -> Any:
-        """As `Tensor.tolist`, of the values, which are computed for it."""
+        """Computes the values, and returns them like `Tensor.tolist`."""
         return self.value().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As `Tensor.numpy`, of the values, which are computed for it."""
+        """Computes the values, and returns them like `Tensor.numpy`."""
         return self.value().numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.value().__array__(*args, **kwargs)
 
     def value(self) -> Tensor:
-        """Its values, computed anew."""
+        """Computes the values; they are not cached."""
         return values_of([self])[id(self)]
 
     def __deepcopy__(self, memo: dict[int, object]) -> LazyTensor:
@@ -113,7 +114,7 @@ class LazyTensor(Tensor):
 
 
 class _Recording(TorchDispatchMode):
-    """Notes the calls that make tensors on the CPU."""
+    """Records the calls that create tensors on the CPU."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -132,25 +133,26 @@ class _Recording(TorchDispatchMode):
         return _record(self._tape, func, args, kwargs, device)
 
     def _call_on_values(self, func: Any, args: Args, kwargs: Kwargs) -> object:
-        """A call on tensors that have values: it runs, after the random numbers of the calls before it are drawn."""
+        """Runs a call on ordinary tensors, after the recorded draws that precede it."""
         _draw_recorded(self._tape, func, args, kwargs)
         return func(*args, **kwargs)
 
 
 _LATEST: list[weakref.ref[Tape]] = []
-"""The tape that was written last: models that are built one after the other draw one after the other."""
+"""The latest tape. A later block continues it, in the order of draws, if no other code drew in between."""
 
 
 @contextlib.contextmanager
 def lazy() -> Iterator[None]:
-    """Builds models without memory: what constructors do to tensors inside the block is noted, and done later.
+    """Builds models without memory: records constructors' tensor ops inside the block, to run them later.
 
         with ts.lazy():
             model = AnyModel(config)
         model = ts.shard(model, "auto", (x,))      # each rank gets its slices, one parameter at a time
 
-    The parameters get bit for bit the values that they have without it, and so does a model that is built in a later
-    block, if nothing was drawn between. Random numbers that are drawn after the block differ from those without it.
+    The parameters' values are bit-equal to those of a model built outside the block. This includes a
+    model built in a later block, if no random numbers were drawn in between. Random numbers drawn after
+    the block differ from those without it.
     """
     tape = _LATEST[0]() if _LATEST else None
     if tape is None or not tape.is_latest:
@@ -161,7 +163,7 @@ def lazy() -> Iterator[None]:
 
 
 def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
-    """A call on lazy tensors, recorded if no value of it is asked for."""
+    """Records a call on lazy tensors, or runs it on computed values if it needs them."""
     lazies = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, LazyTensor)]
     into_values = any(
         isinstance(leaf, Tensor) and not isinstance(leaf, LazyTensor)
@@ -175,7 +177,7 @@ def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
             attempt="a new tensor of the shape that is wanted; or build the model without ts.lazy()",
         )
     tape = lazies[0].tape
-    # how many numbers it takes from a generator of the caller's may depend on the values that it reads
+    # the number of draws from the caller's generator may depend on the values that the op reads
     draws_by_values = _own_generator(args, kwargs) is not None and not (is_overwriting(func) and len(lazies) == 1)
     if into_values or any(lazy.tape is not tape for lazy in lazies) or func in _VALUES or draws_by_values:
         return _call_on_computed(func, args, kwargs, lazies)
@@ -189,12 +191,12 @@ _RESIZING = frozenset({torch.ops.aten.resize_, torch.ops.aten.resize_as_, torch.
 
 
 def _keeps_shape(args: Args) -> bool:
-    """Whether `x.set_(y)` takes a tensor of x's shape."""
+    """Returns whether this is `x.set_(y)` with a `y` of x's shape."""
     return len(args) == 2 and isinstance(args[1], Tensor) and args[0].shape == args[1].shape
 
 
 _VALUES = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default})
-"""Ops whose results are no tensors."""
+"""Ops that return a Python number or bool."""
 
 
 def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[LazyTensor]) -> object:
@@ -212,13 +214,13 @@ def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[La
 
 
 def _draw_recorded(tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> None:
-    """Before a call that runs: draws the random numbers of the recorded calls before it, if it draws some itself."""
+    """Before an immediate call that draws: advances the RNG past the draws recorded so far."""
     if torch.Tag.nondeterministic_seeded in func.tags and _own_generator(args, kwargs) is None:
         torch.set_rng_state(tape.rng_state())
 
 
 def _own_generator(args: Args, kwargs: Kwargs) -> torch.Generator | None:
-    """The generator among the arguments, if it is not the process's."""
+    """Returns the generator among the arguments, unless it is the process's default generator."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator) and not _is_process(leaf)), None)
 
@@ -251,7 +253,7 @@ def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.dev
 
 
 def _meta_device(func: Any, args: Args, kwargs: Kwargs) -> dict[str, object]:
-    """The argument that makes a call's results on the meta device, if it names a device or takes no tensor."""
+    """Returns the `device` argument that puts a call's results on the meta device, if it needs one."""
     takes_device = "device" in {a.name for a in func._schema.arguments}
     has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, dict(kwargs))))
     return {"device": torch.device("meta")} if takes_device and (not has_tensor or kwargs.get("device")) else {}
@@ -278,12 +280,12 @@ def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None
 
 
 def _constant(tape: Tape, value: Tensor) -> LazyTensor:
-    """A lazy tensor with the values of a real one."""
+    """Returns a lazy tensor with the values of an ordinary one."""
     return cast(LazyTensor, _record(tape, torch.ops.aten.clone.default, (value,), {}, value.device))
 
 
 def file_tensor(tape: Tape, file: StoredTensor) -> LazyTensor:
-    """A lazy tensor with the values of one in a file."""
+    """Returns a lazy tensor with the values of a tensor in a file."""
     slot = tape.new_slot(torch.empty(file.shape, dtype=file.dtype, device="meta"), None)
     nothing = frozenset[int]()
     tape.add(Entry(file, (), {}, (), (slot,), nothing, nothing, False, torch.get_default_dtype()))
@@ -307,7 +309,7 @@ def compute(tensors: Sequence[LazyTensor], use: Callable[[LazyTensor, Tensor], N
 
 
 def values_of(tensors: Sequence[LazyTensor]) -> dict[int, Tensor]:
-    """id -> value of each lazy tensor, all at once."""
+    """Computes all these lazy tensors at once; returns `id` of a tensor -> its value."""
     found: dict[int, Tensor] = {}
     compute(tensors, lambda tensor, value: found.update({id(tensor): value}))
     return found

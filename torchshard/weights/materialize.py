@@ -23,7 +23,7 @@ from torchshard.weights.progress import Progress
 
 
 def local_tensor(tensor: Tensor, sharding: Sharding, place: Place) -> Tensor:
-    """A rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
+    """Returns a rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
     if tensor.is_meta:
         shape = local_shape(tensor.shape, sharding.cuts(place))
         sliced = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -33,7 +33,7 @@ def local_tensor(tensor: Tensor, sharding: Sharding, place: Place) -> Tensor:
 
 
 def for_each_whole(tensors: Mapping[str, Tensor], use: Callable[[str, Tensor], None]) -> None:
-    """Calls `use(name, whole)` with each tensor's values; those of a lazy one are in memory until `use` returns."""
+    """Calls `use(name, full)` with each tensor's values; a lazy tensor's are freed when `use` returns."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, LazyTensor):
@@ -50,24 +50,24 @@ def for_each_whole(tensors: Mapping[str, Tensor], use: Callable[[str, Tensor], N
 
 @dataclass
 class ReadSlices:
-    """What was read of files."""
+    """Statistics of partial reads of files."""
 
     names: set[str] = field(default_factory=set)
-    """The parameters and buffers that were read part by part."""
+    """The parameters and buffers that were read by slice, not in full."""
     bytes_read: int = 0
     bytes_over: int = 0
-    """Of these, what lies between short runs, and was read with them."""
+    """The bytes read but not needed: the gaps between short runs."""
     bytes_kept: int = 0
     largest_buffer: int = 0
-    """The most bytes that were held of a file beside the slices."""
+    """The maximum bytes of a read buffer, in addition to the slices."""
 
 
 def read_slices(
     tensors: Mapping[str, Tensor], held: Mapping[str, Sharding], place: Place, use: Callable[[str, Tensor], None]
 ) -> ReadSlices:
-    """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold.
+    """Calls `use(name, slice)` with this rank's slice of each lazy tensor that can be read by parts.
 
-    It reads the bytes of the slices, and of what lies between short runs at most a 64th as much.
+    It reads the bytes of the slices, and in the gaps between short runs at most 1/64 as many.
 
     Raises:
         InputError: a file can't be read.
@@ -95,15 +95,15 @@ def read_slices(
 
 
 OVER_READ: Final = 64
-"""A rank may read a byte more for so many that it needs."""
+"""A rank may read one unneeded byte per this many needed bytes."""
 PREFETCHED_BYTES: Final = 1 << 26
-"""How far ahead of the reads the kernel is told what will be read."""
+"""How many bytes ahead of the reads are prefetched."""
 
 
 def _planned_reads(
     tensors: Mapping[str, Tensor], held: Mapping[str, Sharding], place: Place
 ) -> Iterator[tuple[str, Tensor, list[Read]]]:
-    """(name, memory for the slice, the reads that fill it) of each tensor that can be read by parts."""
+    """Yields (name, memory for the slice, the reads that fill it) for tensors that can be read by parts."""
     parts = dict[int, Parts]()
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor):
@@ -116,6 +116,6 @@ def _planned_reads(
 
 
 def local_state(model: nn.Module, held: Mapping[str, Sharding], place: Place) -> dict[str, Tensor]:
-    """A rank's slices of all parameters and buffers, by their first names."""
+    """Returns a rank's slices of all parameters and buffers, by their first names."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: local_tensor(tensor, held.get(name, UNSHARDED), place) for name, tensor in named}

@@ -1,8 +1,9 @@
-"""The parameters of a sharded model: this rank's slices, which know what they are slices of.
+"""The parameters of a sharded model: this rank's slices, with their name, sharding and global shape.
 
-A `ShardedParameter` is an ordinary `nn.Parameter` to optimizers and to autograd. Functions that would mistake a slice
-for the whole warn, are refused, or are corrected (`slice_values`). `DistributedDataParallel` over the ranks of one
-model is refused, for it would overwrite each rank's slice with rank 0's.
+Optimizers and autograd use a `ShardedParameter` like an ordinary `nn.Parameter`. Functions that would
+mistake a slice for the full parameter warn, raise, or are corrected (`slice_values`).
+`DistributedDataParallel` over the ranks of one model raises, because it would overwrite each rank's
+slice with rank 0's.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ T = TypeVar("T")
 
 
 class _TensorAttribute(Protocol, Generic[T]):
-    """An attribute of tensors that is implemented in C++."""
+    """A tensor attribute implemented in C++."""
 
     def __get__(self, tensor: Tensor) -> T:
-        """Its value."""
+        """Returns the attribute's value."""
 
     def __set__(self, tensor: Tensor, value: T) -> None:
-        """Sets it."""
+        """Sets the attribute."""
 
     def __delete__(self, tensor: Tensor) -> None:
-        """Sets it to None."""
+        """Sets the attribute to None."""
 
 
-# The properties of the same names in a ShardedParameter wrap these, for Python can't assign to `super().grad`.
+# ShardedParameter's properties of these names wrap them, because Python can't assign to `super().grad`.
 _GRAD = cast(_TensorAttribute[Tensor | None], torch._C.TensorBase.__dict__["grad"])
 _DATA = cast(_TensorAttribute[Tensor], torch._C.TensorBase.__dict__["data"])
 _IS_LEAF = cast(_TensorAttribute[bool], torch._C.TensorBase.__dict__["is_leaf"])
 
 
 class OptimizerOwner(Protocol):
-    """A sharded model, as its parameters see it."""
+    """The methods of a sharded model that its parameters call."""
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer was made of its parameters."""
+        """Records an optimizer that was created with parameters of the model."""
 
 
 class ShardedParameter(SliceValue, nn.Parameter):
-    """This rank's slice of a parameter, or the whole of it."""
+    """This rank's slice of a parameter, or a replicated parameter."""
 
     unsummed: Mapping[Any, Tensor] = MappingProxyType({})
-    """Parts of its gradient that the ranks have not summed, by what makes a gradient of each."""
+    """Partial sums of the gradient that are not reduced yet, keyed by the calls that reduce them."""
     touched = False
-    """Whether `.data` was taken: a write through it does not raise the tensor's version."""
+    """Whether `.data` was read: a write through it does not increment the tensor's version."""
 
     @classmethod
     def of(
@@ -79,7 +80,7 @@ class ShardedParameter(SliceValue, nn.Parameter):
         whole: Sequence[int],
         owner: object = None,
     ) -> ShardedParameter:
-        """A parameter with the memory of a tensor; it requires a gradient if that does."""
+        """Returns a parameter that shares the tensor's memory and its requires_grad."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
         parameter.sharding, parameter.ranks, parameter.path, parameter.whole = sharding, ranks, path, tuple(whole)
         mark_copies()
@@ -88,9 +89,9 @@ class ShardedParameter(SliceValue, nn.Parameter):
         return parameter
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Turns a parameter that replaces this one, and has the same shape, into a slice of the same model.
+        """Converts a parameter that replaces this one, and has its shape, into a slice of the same model.
 
-        In place, by its class: the user holds the object, and may have given it to an optimizer.
+        Changes its class in place: the user, or an optimizer, may reference the object.
         """
         if type(parameter) in (nn.Parameter, SliceValue, StateSlice, StateParameter) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
@@ -100,7 +101,10 @@ class ShardedParameter(SliceValue, nn.Parameter):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # read-only in C++ too, whatever the stub says
-        """As `Tensor.is_leaf`; an optimizer that asks is being made, and its state dicts are to hold marked slices."""
+        """Like `Tensor.is_leaf`; records the optimizer whose constructor reads it.
+
+        State dicts of recorded optimizers contain marked slices.
+        """
         if called_from() == "torch.optim.optimizer":
             optimizer, model = sys._getframe(1).f_locals.get("self"), self.owner()
             if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
@@ -109,11 +113,11 @@ class ShardedParameter(SliceValue, nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """As `Tensor.data`."""
+        """Like `Tensor.data`, marked as a slice unless AOTAutograd reads it."""
         self.touched = True
         with unwatched():
             data = _DATA.__get__(self)
-        # AOTAutograd, which runs compiled code such as an optimizer's step, asks what class of tensor a parameter has
+        # AOTAutograd runs compiled code, such as an optimizer's step, and checks the class of a parameter
         module = called_from()
         if module == AVERAGING:
             check_averaging(self, sys._getframe(1))
@@ -128,10 +132,10 @@ class ShardedParameter(SliceValue, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As `Tensor.grad`: this rank's slice of the gradient.
+        """Like `Tensor.grad`: this rank's slice of the gradient.
 
         Raises:
-            InputError: the ranks have not summed all of it.
+            InputError: the ranks have not summed the gradients of all calls.
         """
         if self.unsummed:
             if sys._getframe(1).f_code.co_name != "zero_grad":
@@ -154,10 +158,10 @@ class ShardedParameter(SliceValue, nn.Parameter):
         _GRAD.__delete__(self)
 
     def detach(self) -> Tensor:
-        """As `Tensor.detach`; refused if the other ranks of the model would receive this rank's slice.
+        """Like `Tensor.detach`; raises if other ranks of the model would receive this rank's slice.
 
-        `torch.distributed.utils._sync_module_states` detaches each parameter before it broadcasts it, which is the last
-        moment at which Python code of a parameter runs.
+        `torch.distributed.utils._sync_module_states` detaches each parameter before it broadcasts it;
+        no later step calls Python code of the parameter.
         """
         module = called_from()
         if module == "torch.distributed.utils":
@@ -166,11 +170,11 @@ class ShardedParameter(SliceValue, nn.Parameter):
         return self.detached_for(module)
 
     def numel(self) -> int:
-        """As `Tensor.numel`; to a method of the model itself, of the whole parameter."""
+        """Like `Tensor.numel`; a method of the user's model gets the number of the full parameter."""
         return math.prod(self.whole) if self.is_split and method_of(called_from()) else super().numel()
 
     def check_hook(self) -> None:
-        """Raises InputError if the ranks have not summed the gradients of earlier calls: a hook would get these too."""
+        """Raises InputError if gradients of earlier calls are not summed yet: a hook would get these too."""
         if self.unsummed:
             self.refuse_hook()
 
@@ -196,9 +200,9 @@ def _unsummed(path: str) -> InputError:
 
 
 def support_foreach() -> None:
-    """Lets optimizers and clipping use their fused `foreach` kernels for these parameters, as for PyTorch's own.
+    """Lets optimizers and clipping use their fused `foreach` kernels for sharded parameters.
 
-    They use them only for tensors whose class is in a private list, and else step one tensor at a time.
+    PyTorch uses them only for classes in a private list; it processes other tensors one at a time.
     """
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         supported = getattr(sys.modules.get(module), "_foreach_supported_types", None)

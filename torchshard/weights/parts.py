@@ -1,10 +1,11 @@
-"""Which parts of files a part of a recorded tensor is made of.
+"""Finds the regions of files that make up a region of a recorded tensor.
 
     a = file "q", b = file "k"       wanted: rows 2 to 6 of w
     w = cat([a, b]).to(bfloat16)     read: rows 2 to 4 of "q" into rows 0 to 2, rows 0 to 2 of "k" into the others
 
-A wanted part is carried back through the calls that made the tensor. An op without a reader, or memory that was
-changed in place, has none, and is computed whole.
+Each reader maps a requested region of an op's result to regions of its operands, back to the files.
+If an op has no reader, or memory was changed in place by anything but a full `copy_`, the tensor has to
+be computed in full.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Wanted:
-    """A part of a recorded tensor that is wanted."""
+    """A requested region of a recorded tensor."""
 
     slot: int
     box: Box
     into: Tensor
-    """Of the box's shape, where the values are to go."""
+    """The destination, with the box's shape."""
     dtypes: tuple[torch.dtype, ...] = ()
-    """What the values are cast to on their way, in this order."""
+    """The dtypes to which the values are cast, in order."""
     before: int | None = None
-    """The entry at which it has the wanted values; None: the end of the tape."""
+    """The values requested are those before this entry; None for the end of the tape."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """A part of a file that is to be read."""
+    """A read of one region of a tensor in files."""
 
     tensor: StoredTensor
     box: Box
@@ -48,25 +49,25 @@ class Read:
 
     @property
     def bytes_(self) -> int:
-        """How many bytes it has in the file."""
+        """The size of the region in the file, in bytes."""
         return self.into.numel() * self.tensor.dtype.itemsize
 
     @property
     def buffer_bytes(self) -> int:
-        """How many bytes are held beside `into` while it is read."""
+        """The bytes allocated in addition to `into` during the read."""
         return self.tensor.buffer_bytes(self.into, self.dtypes)
 
     def prefetch(self) -> None:
-        """Tells the kernel that it will be read."""
+        """Hints to the kernel that the region will be read."""
         self.tensor.prefetch(self.box)
 
     def run(self, spare: int = 0) -> int:
-        """Reads it; returns how many bytes of the file were read, at most `spare` more than it has."""
+        """Reads the region; returns the bytes read from the file, at most `spare` more than its size."""
         return self.tensor.read(self.box, self.into, self.dtypes, spare)
 
 
 class Parts:
-    """Finds the reads of parts of a tape's tensors."""
+    """Finds the file reads for regions of a tape's tensors."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
@@ -77,11 +78,11 @@ class Parts:
                 self._writers.setdefault(memory, []).append(i)
 
     def reads(self, wanted: Wanted) -> list[Read] | None:
-        """The reads that fill a part; None if it has to be computed whole."""
+        """Returns the reads that fill a region; None if the tensor has to be computed in full."""
         before = len(self._tape.entries) if wanted.before is None else wanted.before
         memory = self._tape.memories[wanted.slot]
         number = self._makers[wanted.slot]
-        if memory == wanted.slot:  # no view: it holds what was written to it last
+        if memory == wanted.slot:  # not a view: the last write determines its values
             writers = [i for i in self._writers.get(memory, ()) if i < before]
             if writers:
                 parts = self._copied(writers[-1], wanted)
@@ -104,7 +105,7 @@ class Parts:
         return None if parts is None else found
 
     def _copied(self, number: int, wanted: Wanted) -> list[Wanted] | None:
-        """Of memory that was last written by `x.copy_(source)`: the part of the source."""
+        """Returns the region of `source` if the last write was `x.copy_(source)` on the full memory."""
         entry, examples = self._tape.entries[number], self._tape.examples
         source = entry.args[1] if entry.op is aten.copy_.default else None
         if not isinstance(source, Slot):
@@ -119,14 +120,14 @@ Reader = Callable[[Tape, Entry, Wanted], list[Wanted] | None]
 
 
 def _arguments(entry: Entry) -> dict[str, Any]:
-    """The arguments of a call by name, with their defaults."""
+    """Returns the arguments of a call by name, with defaults."""
     schema = entry.op._schema.arguments
     given = {a.name: value for a, value in zip(schema, entry.args, strict=False)} | dict(entry.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _same(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
-    """An op whose result has its operand's shape and values; those of another dtype are cast."""
+    """Reader of ops that keep shape and values, such as `clone`, or change only the dtype."""
     (slot, *_), before = entry.operands, wanted
     if tape.examples[slot].shape != tape.examples[wanted.slot].shape:
         return None
@@ -137,7 +138,7 @@ def _same(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 
 
 def _shifted(wanted: Wanted, slot: int, dim: int, by: int) -> Wanted:
-    """The same part, of a tensor in which it begins `by` later."""
+    """Returns the request for a tensor in which the region starts `by` later along `dim`."""
     start, stop = wanted.box[dim]
     return replace(wanted, slot=slot, box=with_range(wanted.box, dim, start + by, stop + by))
 
@@ -160,7 +161,7 @@ def _split(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 
 
 def _without_dim(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
-    """`select` and `unbind`."""
+    """Reader of `select` and `unbind`."""
     arguments, (slot,) = _arguments(entry), entry.operands
     shape = tape.examples[slot].shape
     dim = arguments["dim"] % len(shape)
@@ -187,7 +188,7 @@ def _squeeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 
 
 def _permute(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
-    """`permute`, `transpose` and `t`."""
+    """Reader of `permute`, `transpose` and `t`."""
     arguments, rank = _arguments(entry), len(wanted.box)
     order = list(range(rank))
     if "dims" in arguments:
@@ -254,4 +255,4 @@ READERS: Mapping[Any, Reader] = {
     aten.cat.default: _cat,
     aten.stack.default: _stack,
 }
-"""Op -> the parts of its operands that a part of its result is made of."""
+"""Op -> a function that maps a region of its result to regions of its operands."""

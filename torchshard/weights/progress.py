@@ -1,4 +1,4 @@
-"""A bar on the terminal that says how far a long read or write is.
+"""A progress bar for long reads and writes.
 
 reading weights  ############--------   8.12 of 13.48 GiB
 """
@@ -15,19 +15,19 @@ _WIDTH: Final = 20
 
 
 class Progress:
-    """Shows how many bytes are done, on rank 0, where standard error is a terminal, and only if it takes a while."""
+    """Shows the bytes done after the first seconds, on rank 0, if standard error is a terminal."""
 
     def __init__(self, what: str, rank: int, total: int) -> None:
-        """Begins to measure the time.
+        """Starts the clock.
 
         Args:
-            total: bytes of this rank.
+            total: this rank's total bytes.
         """
         self._what, self._total, self._is_shown = what, max(total, 1), rank == 0 and sys.stderr.isatty()
         self._next, self._has_written = time.monotonic() + _FIRST_SECONDS, False
 
     def show(self, done: int) -> None:
-        """Shows the bytes that are done, at most twice in a second."""
+        """Updates the bar, at most twice a second."""
         if self._is_shown and time.monotonic() >= self._next:
             self._next, self._has_written = time.monotonic() + _EVERY_SECONDS, True
             full = min(_WIDTH * done // self._total, _WIDTH)
@@ -36,6 +36,6 @@ class Progress:
             sys.stderr.flush()
 
     def end(self) -> None:
-        """Ends the line, if there is one."""
+        """Ends the line if the bar was shown."""
         if self._has_written:
             sys.stderr.write("\n")

@@ -1,11 +1,11 @@
-"""Safetensors files: what they hold, and parts of their tensors, read without the rest.
+"""Reads safetensors files: lists their tensors, and reads regions of a tensor without the rest.
 
     8 bytes       the length of the header, little-endian
     the header    JSON: name -> dtype, shape and the bytes [start, stop) of its data
     the data      row-major, without gaps
 
-A file is not trusted: each claim of its header is checked before a tensor is made. Parts are read with `pread`, run by
-run, and not through mapped memory, which would count as this process's and die with a file that shrinks.
+Files are not trusted: the header is validated before a tensor is created. Each contiguous run is read
+with `pread`. Mapped memory would count as this process's, and would crash it if the file shrinks.
 
 Source: the format of https://github.com/huggingface/safetensors
 """
@@ -30,9 +30,9 @@ from torchshard.core.errors import InputError
 from torchshard.weights.boxes import Box, place_of, runs, sizes, whole_box, with_range
 
 BLOCK_BYTES: Final = 1 << 22
-"""The most that is held of a file beside the slices, where a part has to be cast or moved on its way."""
+"""The maximum buffer, in addition to the slices, for values that have to be cast or moved."""
 SHORT_RUN: Final = 512
-"""Runs of fewer bytes are better read with what lies between them: a call for each takes longer."""
+"""Runs of fewer bytes are read together with the gaps between them: one call per run is slower."""
 _SAMPLED_BYTES: Final = 4096
 _MOST_HEADER_BYTES: Final = 100_000_000
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -45,7 +45,7 @@ INDEX: Final = "model.safetensors.index.json"
 
 
 class StoredTensor(ABC):
-    """A whole tensor in one file, or in several."""
+    """A full tensor, stored in one file or several."""
 
     name: str
     dtype: torch.dtype
@@ -53,31 +53,31 @@ class StoredTensor(ABC):
 
     @abstractmethod
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
-        """Reads a part.
+        """Reads a region into a tensor.
 
         Args:
-            box: the part.
-            into: a tensor of its shape, of any strides, dtype and device.
-            dtypes: what the values are cast to on their way, in this order.
-            spare: how many bytes more than the part has may be read, where that is faster.
+            box: the region.
+            into: a tensor of the box's shape, with any strides, dtype and device.
+            dtypes: the dtypes to which the values are cast, in order.
+            spare: how many additional bytes may be read if that is faster.
 
         Returns:
-            how many bytes of the files were read.
+            The number of bytes read.
 
         Raises:
-            InputError: a file is gone, shorter than it was, or can't be read.
+            InputError: a file is missing, has changed, or can't be read.
         """
 
     @abstractmethod
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """How many bytes `read` holds beside `into`."""
+        """Returns the bytes that `read` allocates in addition to `into`."""
 
-    def prefetch(self, box: Box) -> None:  # noqa: B027 - there is nothing to do, unless it is one file
-        """Tells the kernel that a part will be read."""
+    def prefetch(self, box: Box) -> None:  # noqa: B027 - optional: only single files prefetch
+        """Hints to the kernel that a region will be read."""
 
     @abstractmethod
     def sample(self) -> bytes:
-        """A few of its bytes, by which ranks tell files apart; none of a small tensor, to read little beside.
+        """Returns a few bytes that ranks compare to detect different files; b"" for small tensors.
 
         Raises:
             InputError: a file can't be read.
@@ -85,11 +85,11 @@ class StoredTensor(ABC):
 
     @property
     def bytes_(self) -> int:
-        """The size of its data."""
+        """The size of the data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __call__(self) -> Tensor:
-        """The whole tensor."""
+        """Reads the full tensor."""
         into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(whole_box(self.shape), into)
         return into
@@ -97,19 +97,19 @@ class StoredTensor(ABC):
 
 @dataclass(frozen=True)
 class FileTensor(StoredTensor):
-    """A tensor in a file."""
+    """A tensor in one file."""
 
     path: Path
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Where its data begin, in bytes from the beginning of the file."""
+    """The offset of the data in the file, in bytes."""
     version: tuple[int, int]
-    """The file's size in bytes, and when it was last written, in ns, at the time when its header was read."""
+    """The file's (size in bytes, modification time in ns) when its header was read."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
-        """As `StoredTensor.read`."""
+        """Reads a region into a tensor; see `StoredTensor.read`."""
         if not into.numel():
             return 0
         try:
@@ -146,7 +146,7 @@ class FileTensor(StoredTensor):
         return bytes_
 
     def _read_rows(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype], count: int) -> None:
-        """Reads whole rows, so many at a time, and keeps the part of each."""
+        """Reads full rows, `count` at a time, and copies the region's part of each."""
         start, stop = box[0]
         block = _block(min(count, stop - start) * math.prod(self.shape[1:]) * self.dtype.itemsize, self.dtype)
         for first in range(start, stop, count):
@@ -159,13 +159,13 @@ class FileTensor(StoredTensor):
             into[first - start : last - start].copy_(part)
 
     def prefetch(self, box: Box) -> None:
-        """As `StoredTensor.prefetch`."""
+        """Hints to the kernel that a region will be read."""
         if not all(sizes(box)) or not hasattr(os, "posix_fadvise"):
             return
         place = place_of(self.shape, box)
         last = sum((size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True))
         begin, length = int(place.storage_offset()) * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
-        with contextlib.suppress(OSError):  # the read will tell
+        with contextlib.suppress(OSError):  # the read reports it
             file = os.open(self.path, os.O_RDONLY)
             try:
                 os.posix_fadvise(file, self.start + begin, length, os.POSIX_FADV_WILLNEED)
@@ -173,12 +173,12 @@ class FileTensor(StoredTensor):
                 os.close(file)
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """As `StoredTensor.buffer_bytes`."""
+        """Returns the bytes that `read` allocates; 0 for a direct read into contiguous CPU memory."""
         is_direct = into.is_contiguous() and into.device.type == "cpu" and {into.dtype, *dtypes} == {self.dtype}
         return 0 if is_direct else min(into.numel() * self.dtype.itemsize, BLOCK_BYTES)
 
     def sample(self) -> bytes:
-        """As `StoredTensor.sample`."""
+        """Returns 64 bytes spread over the data; b"" if the data are under 4 KiB."""
         if self.bytes_ < _SAMPLED_BYTES:
             return b""
         step = self.bytes_ // 8
@@ -189,7 +189,7 @@ class FileTensor(StoredTensor):
             raise _broken(self.path, str(error), self) from error
 
     def _read_cast(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype], block: Tensor) -> int:
-        """Reads a part by way of a block of memory, half by half where it is larger than that."""
+        """Reads a region through `block`; splits it in halves until they fit."""
         if into.numel() > len(block):
             dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
             middle = (start + stop) // 2
@@ -205,7 +205,7 @@ class FileTensor(StoredTensor):
         return into.numel() * self.dtype.itemsize
 
     def _read_runs(self, file: int, box: Box, block: Tensor) -> None:
-        """Reads the runs of a part, which lie in the file apart, into a tensor where they lie one after the other."""
+        """Reads a region's runs, separate in the file, into a contiguous tensor."""
         memory, (length, starts) = bytes_of(block), runs(place_of(self.shape, box), self.dtype.itemsize)
         for i, start in enumerate(starts):
             self._read_exactly(file, memory[i * length : (i + 1) * length], self.start + start)
@@ -222,18 +222,18 @@ class FileTensor(StoredTensor):
 
 
 def _version(file: int) -> tuple[int, int]:
-    """See `FileTensor.version`."""
+    """Returns a file's (size in bytes, modification time in ns)."""
     stat = os.fstat(file)
     return stat.st_size, stat.st_mtime_ns
 
 
 def _block(bytes_: int, dtype: torch.dtype) -> Tensor:
-    """Memory to read into: mapped, not of the heap, which would stay in pieces and larger than the tensors kept."""
+    """Allocates a read buffer by `mmap`: heap buffers, once freed, would leave gaps between kept tensors."""
     return torch.frombuffer(mmap.mmap(-1, bytes_), dtype=dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """Returns the memory of a contiguous CPU tensor."""
     numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
@@ -257,13 +257,13 @@ def _broken(path: Path, why: str, tensor: object = None) -> InputError:
 
 
 def tensors_in(path: Path, expected: Mapping[str, str] | None = None) -> dict[str, FileTensor]:
-    """The tensors of a file by name.
+    """Returns the tensors of a file by name.
 
     Args:
-        expected: what its metadata must say.
+        expected: metadata that the header must contain.
 
     Raises:
-        InputError: the file can't be read, is torn, or its header says what can't be.
+        InputError: the file can't be read, is torn, or its header is invalid.
     """
     try:
         with path.open("rb") as file:
@@ -322,14 +322,14 @@ def _tensor(path: Path, name: str, entry: object, data: int, version: tuple[int,
 
 
 def tensors_of(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
-    """The tensors of a folder's safetensors files, or of one file, by name.
+    """Returns the tensors of a folder's safetensors files, or of one file, by name.
 
-    An index (`model.safetensors.index.json`) says which files count; without one `model.safetensors` does, and without
-    that all do.
+    Reads the files in the index (`model.safetensors.index.json`); without an index `model.safetensors`;
+    without either, all files.
 
     Raises:
-        InputError: there are none, a file is missing or broken, or the index names files outside the folder or tensors
-            that their file does not hold.
+        InputError: the folder has no such files, a file is missing or broken, or the index names a file
+            outside the folder or a tensor that its file does not contain.
     """
     place = Path(folder)
     if place.is_file() and place.suffix == ".safetensors":

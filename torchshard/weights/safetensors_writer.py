@@ -1,7 +1,7 @@
-"""Writes safetensors files, whole or part by part, and so that they survive a crash.
+"""Writes safetensors files, in full or by parts, and replaces files atomically.
 
-Parts are written with `pwrite` at their places, so several processes may write one file. What is not contiguous memory
-of the CPU is copied block by block.
+Parts are written at their offsets with `pwrite`, so several processes may write one file. Tensors that
+are not contiguous or not on the CPU are copied block by block.
 
 Source: the format of https://github.com/huggingface/safetensors
 """
@@ -27,35 +27,35 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a file holds under a name."""
+    """The dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def bytes_(self) -> int:
-        """The size of its data."""
+        """The size of the data in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file that is to be written."""
+    """The header and offsets of a file to write."""
 
     path: Path
     header: bytes
     types: Mapping[str, TensorType]
     starts: Mapping[str, int]
-    """Name -> where its data begin, in bytes from the beginning of the file."""
+    """Name -> the offset of its data in the file, in bytes."""
     size: int
-    """Of the whole file, in bytes."""
+    """The size of the file in bytes."""
 
     @classmethod
     def of(cls, path: Path, types: Mapping[str, TensorType], metadata: Mapping[str, str]) -> FilePlan:
-        """A file with these tensors; wide dtypes come first, so that all data are aligned, and then names in order.
+        """Plans a file with these tensors, sorted by descending dtype size, which aligns all data, then by name.
 
         Raises:
-            InputError: the format has no such dtype.
+            InputError: the format does not support a dtype.
         """
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         at, begins = 0, dict[str, int]()
@@ -78,16 +78,17 @@ class FilePlan:
         return cls(path, header, types, starts, len(header) + at)
 
     def create(self) -> None:
-        """Makes the file, with its header and without data."""
+        """Creates the file at its full size, with the header and no data."""
         with self.path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.size)
 
     def write(self, file: int, name: str, tensor: Tensor, place: Tensor | None = None) -> None:
-        """Writes a part of a tensor to the open file.
+        """Writes a tensor, or a region of one, to the open file.
 
         Args:
-            place: where the part lies in the tensor, as of `boxes.place_of`, but in any order of dims; None for all.
+            tensor: the values of the region.
+            place: the region, as a view from `boxes.place_of` with dims in any order; None for the full tensor.
         """
         place = place_of(self.types[name].shape) if place is None else place
         strides = place.stride()
@@ -117,7 +118,7 @@ def _write_exactly(file: int, memory: memoryview, at: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names of a folder's files are on its disk: a rename is not, before that."""
+    """Flushes a folder's entries to disk: a rename is not durable before that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -126,10 +127,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replaces a file's content at once, and returns when it is on the disk."""
+    """Replaces a file's content atomically, and flushes it to disk."""
     temporary = path.with_name(f"{path.name}.part")
     temporary.unlink(missing_ok=True)
-    with temporary.open("xb") as file:  # not by way of a link that somebody has put there
+    with temporary.open("xb") as file:  # "x" never follows an existing link
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -1,8 +1,9 @@
-"""Calls of functions with slices among the arguments: results that are slices are marked, users are warned of others.
+"""Handles calls with slices among the arguments: marks results that are slices, and warns about others.
 
-`following` finds out which results are slices of what the function returns for the wholes. Functions that return
-numbers or memory instead of tensors (`tolist`, `numpy`, `data_ptr`, DLPack) bypass PyTorch's dispatcher, so that they
-can't be followed: whether one reads values is tried on tensors that differ in nothing else.
+`following` infers which results are slices of the function's results for the full tensors. Functions
+that return numbers or memory instead of tensors (`tolist`, `numpy`, `data_ptr`, DLPack) bypass PyTorch's
+dispatcher and can't be followed. To see whether such a function reads values, it is called on tensors
+that differ only in their values.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OVERWRITING = frozenset([
 ])  # fmt: skip
 """Functions that write other ranks' values into their first argument."""
 Mark = Callable[[Tensor, SliceType, bool], Tensor]
-"""Marks a tensor as a slice, in place or not; gives the marked one."""
+"""(tensor, type, whether in place) -> the tensor marked as a slice."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class SliceCall:
     args: Sequence[object]
     kwargs: Mapping[str, object]
     tensors: Sequence[Tensor]
-    """Among the arguments, in order."""
+    """The tensors among the arguments, in order."""
     versions: Sequence[int]
-    """Of the tensors, before the call."""
+    """The tensors' versions before the call."""
 
     @classmethod
     def begun(cls, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> SliceCall:
-        """A call that is about to run."""
+        """Records a call that is about to run."""
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
@@ -59,16 +60,16 @@ class SliceCall:
     def ended(
         self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, *, module: str
     ) -> object:
-        """Returns the result with its slices marked.
+        """Returns the result with its slices marked, after the call ran.
 
         Args:
-            held: the number of a slice among the tensors -> what it is a slice of.
-            place: of this rank.
-            text: a slice, in words.
-            module: whose code calls. A user is warned of results that are no slices.
+            held: the number of a slice among the tensors -> its type.
+            place: this rank's place.
+            text: a description of one slice, for warnings.
+            module: the calling module. User code gets a warning if a result is not a slice.
 
         Raises:
-            InputError: the values are about to be written to a file that can't say what they are a slice of.
+            InputError: safetensors reads the values, and its files can't mark them as a slice.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return self._ended(result, held, place, text, mark, module)
@@ -88,7 +89,7 @@ class SliceCall:
             of, tensor = outcome.written[i], self.tensors[i]
             if isinstance(of, Lost) or (isinstance(tensor, nn.Parameter) if i in held else _is_shared(tensor)):
                 lost.append(Lost())
-            elif i in held or type(tensor) in (Tensor, nn.Parameter):  # held: by unsqueeze_ it has other dims now
+            elif i in held or type(tensor) in (Tensor, nn.Parameter):  # in held: unsqueeze_ changes the dims
                 mark(tensor, of, True)
         if lost and is_users(module):
             draws = any(of.draws for of in lost)
@@ -109,7 +110,7 @@ class SliceCall:
         return pytree.tree_map(marked, result)
 
     def _takes_part_of_a_gradient(self, outcome: Outcome, result: object) -> bool:
-        """Whether a gradient of the results, which are slices, reaches an argument that is none."""
+        """Returns whether a gradient of the results, which are slices, reaches a replicated argument."""
         leaves = pytree.tree_leaves(result) if torch.is_grad_enabled() else []  # else the results are arguments
         if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return False
@@ -122,12 +123,12 @@ class SliceCall:
 
 
 def warn_of_slice(verb: str, text: str, but: str = "not the whole") -> None:
-    """Warns that a function does something with a slice and not with the whole: 'sum() gives a result of'."""
+    """Warns that a function uses a slice, not the full tensor; `verb`: 'sum() gives a result of'."""
     warn(f"{verb} this rank's slice, {text}, {but}. {ADVICE}", SliceWarning)
 
 
 def _check_file(module: str, text: str) -> None:
-    """Refuses safetensors, whose files have no room for what a tensor is a slice of."""
+    """Raises InputError for code of safetensors: its files can't mark a tensor as a slice."""
     if module.partition(".")[0] == "safetensors":
         raise InputError(
             "safetensors can't save this rank's slice of a parameter",
@@ -138,7 +139,10 @@ def _check_file(module: str, text: str) -> None:
 
 
 def _is_shared(tensor: Tensor) -> bool:
-    """Whether other tensors have the memory of one, and no mark of it tells them: `t.data.copy_(p)` writes into t."""
+    """Returns whether other tensors share this one's memory: a mark would not reach them.
+
+    Example: `t.data.copy_(p)` writes into `t`.
+    """
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._is_view() or users > 2  # the tensor, and the Python object that this makes of its storage
 
@@ -152,18 +156,18 @@ _READS: dict[Function, bool] = {}
 
 
 def _reads_values(func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether a function that returns no tensor reads the values or the memory of one."""
+    """Returns whether a function without tensor results reads a tensor's values or memory."""
     if func.__name__ == "__get__":
         return False
     if func not in _READS and getattr(func, "__module__", "") == dist.all_reduce.__module__:
-        _READS[func] = False  # tried, it would send messages
+        _READS[func] = False  # a trial call would send messages
     if func not in _READS:
         _READS[func] = _differ(*(_tried(func, args, kwargs, first) for first in (0, 1)))
     return _READS[func]
 
 
 def _tried(func: Function, args: Sequence[object], kwargs: Mapping[str, object], first: int) -> object:
-    """What a function returns of other tensors with as many dims: the first holds `first`, the next twice that."""
+    """Calls a function on one-element tensors with the same `ndim`, filled with `first`, `2 * first`, ..."""
     count = 0
 
     def other(tensor: Tensor) -> Tensor:
@@ -174,7 +178,7 @@ def _tried(func: Function, args: Sequence[object], kwargs: Mapping[str, object],
     tried_args, tried_kwargs = pytree.tree_map_only(Tensor, other, (tuple(args), dict(kwargs)))
     try:
         return func(*tried_args, **tried_kwargs)
-    except Exception:  # whatever it is: nothing was read
+    except Exception:  # of any class; the function read no values
         return None
 
 

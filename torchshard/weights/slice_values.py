@@ -1,13 +1,13 @@
-"""This rank's slices of parameters, buffers and gradients in users' code: functions that take one for the whole warn.
+"""Slices of parameters, buffers and gradients in users' code: warns if one would be mistaken for the full tensor.
 
-    p.mul_(0.9), (p - q).square()            computed element by element: a slice of the result that is meant
+    p.mul_(0.9), (p - q).square()            elementwise: this rank's slice of the intended result
     p.norm(), (p ** 2).sum(), p.grad.std()   a SliceWarning: of this rank's slice, not of the parameter
     torch.randn_like(p)                      a SliceWarning: each rank draws the same, by the sizes of its slice
-    p.normal_(), nn.init.*                   refused: the same problem, but surely meant for the whole
+    p.normal_(), nn.init.*                   an error: each rank would draw the same numbers into its slice
     torch.nn.utils.get_total_norm            the norm over all ranks' slices
 
-A result that is computed element by element is marked as a slice too, so that `p.square().sum()` warns as `p.norm()`
-does. Code of PyTorch and of this library gets plain tensors (`callers`).
+Elementwise results are marked as slices too, so `p.square().sum()` warns like `p.norm()`. PyTorch's and
+this library's code gets plain tensors (`callers`).
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ T = TypeVar("T")
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
 _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
-"""PyTorch's modules that compute from all gradients at once."""
+"""PyTorch's modules that combine all gradients."""
 _RUNNING_HOOKS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
-"""Functions that call users' code: hooks of gradients, and backwards of their own."""
+"""Functions that run users' code: gradient hooks and custom backwards."""
 _OPS = (OpOverload, OpOverloadPacket)
 _AS_COPIES = ("all_reduce", "broadcast", "reduce_scatter")
-"""How the names of functional collectives begin that take the ranks' tensors for copies of one."""
+"""Name prefixes of functional collectives that treat the ranks' tensors as copies of one."""
 AVERAGING = "torch.distributed.algorithms.model_averaging.utils"
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 Gradients = tuple[Tensor | None, ...]
-"""The results of `torch.autograd.grad`, one for each of its inputs."""
+"""The results of `torch.autograd.grad`, one per input."""
 unwatched = torch._C.DisableTorchFunctionSubclass
-"""A context in which slices are plain tensors to all functions."""
+"""A context in which all functions treat slices as plain tensors."""
 
 
 def watched(call: Callable[P, T]) -> Callable[P, T]:
-    """A function of the user's that code within `unwatched` is to call: it runs as outside of it."""
+    """Wraps a user's function, to be called within `unwatched`, so that it runs as outside of it."""
     if not torch._C._is_torch_function_enabled():
         return call
 
@@ -70,43 +70,43 @@ def watched(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class Slice(Placed):
-    """A tensor of which each rank holds a slice."""
+    """This rank's slice of a distributed tensor."""
 
     sharding: Sharding = UNSHARDED
-    """How the parameter is distributed over the ranks."""
+    """The sharding over the ranks."""
     ranks: Ranks = Ranks(ALONE)
     path: str = ""
     """The parameter's name in the model."""
     whole: tuple[int, ...] = ()
-    """The shape of the whole parameter."""
+    """The global shape."""
     owner: Callable[[], object] = staticmethod(lambda: None)
-    """Returns the sharded model that it belongs to, or None if that is gone."""
+    """Returns the sharded model that it belongs to, or None if the model was freed."""
 
     @property
     def is_split(self) -> bool:
-        """Whether this is a part of the parameter, and not the whole."""
+        """Whether ranks have slices of the tensor; otherwise it is replicated."""
         return self.sharding.is_split
 
     @property
     def place(self) -> SlicePlace:
-        """What this is a slice of, as state dicts hold it."""
+        """The place of the slice, as stored in state dicts."""
         return slice_place(self.path, self.sharding, self.ranks.place, self.whole)
 
     @property
     def _torchshard_place(self) -> SlicePlace | None:
-        """As the attribute of this name that slices in state dicts have."""
+        """The place if the tensor is split; slices in state dicts have an attribute of this name."""
         return self.place if self.is_split else None
 
     @classmethod
     def sharing(cls, tensor: Tensor, like: Slice, of: SliceType | None = None) -> Self:
-        """A tensor with the memory and gradient of another, marked as a slice of what `like` is, or of another type."""
+        """Returns an alias of `tensor`, with its autograd history, marked as a slice like `like` or of type `of`."""
         with unwatched():
             marked = tensor.as_subclass(cls)
         marked.become(of or SliceType(like.sharding, like.whole), like.ranks, like.path, like.owner)
         return marked
 
     def become(self, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> None:
-        """Records what this tensor is a slice of."""
+        """Marks this tensor as a slice of this type."""
         (self.sharding, self.whole), self.ranks, self.path, self.owner = of, ranks, path, owner
 
     @classmethod
@@ -149,27 +149,30 @@ class Slice(Placed):
         return call.ended(result, types_of(call.tensors, own), own, text, first._mark, module=module)
 
     def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
-        """Marks a tensor as a slice of this model; in place where somebody holds it.
+        """Marks a tensor as a slice of this model.
 
-        In place also what autograd has recorded: `p.expand_as(p).grad_fn.next_functions` begins with the node that adds
-        to the parameter's gradient, and another tensor of the same memory would have a node of its own.
+        Tensors with a `grad_fn` are marked in place too: `p.expand_as(p).grad_fn.next_functions` starts
+        with the node that accumulates the parameter's gradient, and a new tensor would have its own node.
+
+        Args:
+            in_place: whether other code already references the tensor.
         """
         if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
         return SliceValue.marked(tensor, of, self.ranks, self.path, self.owner)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
+        """Like `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
         self.check_hook()
         registered = self.seeing_slices(hook) if is_users(caller(Tensor.register_hook)) else hook
         with unwatched():
             return Tensor.register_hook(self, registered)
 
     def check_hook(self) -> None:
-        """Raises if a hook would get another gradient than that of the next backward."""
+        """Does nothing; a ShardedParameter raises InputError if it has gradients that are not summed yet."""
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
-        """A hook that calls another one with gradients that are marked as slices."""
+        """Returns a hook that calls `hook` with the gradient marked as a slice."""
 
         def marking(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
@@ -180,7 +183,7 @@ class Slice(Placed):
         return marking
 
     def refuse_hook(self) -> NoReturn:
-        """Raises InputError for a hook of a gradient that the ranks sum later, with those of other calls."""
+        """Raises InputError for a gradient hook within `no_sync()`: the ranks sum the gradient later."""
         raise InputError(
             "a hook of a gradient can't run within no_sync()",
             where=f"register_hook of parameter {self.path!r}",
@@ -189,7 +192,7 @@ class Slice(Placed):
         )
 
     def refuse_shape(self, how: str, shape: tuple[int, ...]) -> NoReturn:
-        """Raises InputError for values of another shape than the slice's."""
+        """Raises InputError for values with a shape different from the slice's."""
         raise InputError(
             f"this rank's slice of {self.path!r} takes no values of shape {shape}",
             where=how,
@@ -198,8 +201,8 @@ class Slice(Placed):
         )
 
     def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
-        """As `Tensor.copy_`."""
-        # Without this PyTorch's own message would show the slice's shape, which the user has never seen.
+        """Like `Tensor.copy_`; raises InputError for values that don't fit, or another rank's slice."""
+        # PyTorch's own message would show the slice's shape, which the user has never seen.
         if self.is_split and isinstance(other, Tensor) and other.ndim == self.dim() and other.shape != self.shape:
             if any(n not in (1, own) for n, own in zip(other.shape, self.shape, strict=True)):
                 self.refuse_shape("p.copy_(...)", tuple(other.shape))
@@ -209,7 +212,7 @@ class Slice(Placed):
         return copied
 
     def refuse_drawing(self, how: str) -> NoReturn:
-        """Raises InputError for random numbers that would be drawn into a slice."""
+        """Raises InputError for a function that would draw random numbers into a slice."""
         raise InputError(
             f"a slice of a parameter can't be initialised by {how}",
             where=f"parameter {self.path!r}, split as {self.place[1]}",
@@ -218,11 +221,11 @@ class Slice(Placed):
         )
 
     def detach(self) -> Tensor:
-        """As `Tensor.detach`; for `nn.Parameter(p)` of the same class, for it accepts no other."""
+        """Like `Tensor.detach`; `nn.Parameter(p)` gets p's class, because it rejects any other."""
         return self.detached_for(called_from())
 
     def detached_for(self, module: str) -> Tensor:
-        """The result of `detach` for the code of a module."""
+        """Returns the result of `detach` for the calling module."""
         with unwatched():
             detached = Tensor.detach(self)
         if module == "torch.nn.parameter":
@@ -231,7 +234,7 @@ class Slice(Placed):
         return SliceValue.sharing(detached, self) if is_marked else detached
 
     def ndimension(self) -> int:
-        """The number of dims. `torch.nn.init` asks for it before it computes with the sizes, which are a slice's."""
+        """Like `Tensor.ndimension`; raises InputError if `torch.nn.init` calls it to draw into a slice."""
         if self.is_split and called_from() == "torch.nn.init":
             self.refuse_drawing(f"torch.nn.init.{sys._getframe(1).f_code.co_name}")
         return self.dim()
@@ -248,13 +251,13 @@ class Slice(Placed):
 
 
 class SliceValue(Slice):
-    """A split buffer, or what was computed of a slice element by element: its `.data`, a square, a gradient."""
+    """A split buffer, or a tensor derived from a slice: its `.data`, its gradient, an elementwise result."""
 
     @staticmethod
     def marked(tensor: Tensor, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> SliceValue:
-        """The tensor itself, which others hold, as a slice."""
+        """Marks a tensor as a slice in place, for code that already references it."""
         if isinstance(tensor, nn.Parameter):
-            tensor._is_param = True  # as `nn.Parameter` marks tensors of other classes
+            tensor._is_param = True  # `nn.Parameter` marks tensors of other classes like this
         tensor.__class__ = SliceValue
         own = cast(SliceValue, tensor)
         own.become(of, ranks, path, owner)
@@ -276,7 +279,7 @@ def _drawing(name: str) -> Callable[..., Tensor]:
     return draw
 
 
-# As methods, not in `__torch_function__`: drawing is refused within an optimizer's step too.
+# As methods, not in `__torch_function__`: drawing raises within an optimizer's step too.
 for _name in _DRAWING:
     setattr(Slice, _name, _drawing(_name))
 
@@ -285,7 +288,7 @@ for _name in _DRAWING:
 
 
 def _marked_gradients(inputs: Tensor | Sequence[Tensor], gradients: Gradients) -> Gradients:
-    """The results of `torch.autograd.grad`; those for slices are marked."""
+    """Marks the results of `torch.autograd.grad` for inputs that are slices."""
     parameters = [inputs] if isinstance(inputs, Tensor) else inputs
     return tuple(map(_marked_gradient, parameters, gradients))
 
@@ -297,33 +300,33 @@ def _marked_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor | Non
 
 
 def gradient_for(module: str, parameter: Slice, gradient: Tensor) -> Tensor:
-    """A slice's gradient for the code of a module: marked for users, and for functions of PyTorch's that need marks."""
+    """Returns a slice's gradient: marked if the calling module is user code or combines all gradients."""
     needs_mark = is_users(module) or module in _READS_ALL_GRADIENTS
     return SliceValue.sharing(gradient, parameter) if needs_mark else gradient
 
 
-# --- what PyTorch's functions need of all ranks ----------------------------------------------------------------------
+# --- PyTorch's functions over all gradients --------------------------------------------------------------------------
 
 MAX_NAMES = 300
-"""The longest text of names, in characters: a header has room for it."""
+"""The maximum length of a text of names, in characters, so that it fits in a message header."""
 
 
 class NumberedOwner(Protocol):
-    """A sharded model, as its slices see it."""
+    """The attributes of a sharded model that its slices read."""
 
     @property
     def _ts_number(self) -> int:
-        """The number of the model among those of its ranks; a copy's is that of its original."""
+        """The model's number on its ranks; a copy has the number of its original."""
 
 
 def _key(tensor: Slice) -> tuple[int, str]:
-    """The number of a slice's model, or -1, and the name of its parameter: the same on all ranks."""
+    """Returns (the number of a slice's model or -1, the parameter's name): equal on all ranks."""
     model = cast(NumberedOwner | None, tensor.owner())
     return -1 if model is None else model._ts_number, tensor.path
 
 
 def names_of(tensors: Iterable[object]) -> str:
-    """'down.weight, up.weight of model 0': the parameters of the slices among some tensors, for ranks to compare."""
+    """Returns the names of the slices among some tensors, for ranks to compare: 'down.weight, up.weight of model 0'."""
     paths: dict[int, list[str]] = {}
     for number, path in sorted(_key(tensor) for tensor in tensors if isinstance(tensor, Slice)):
         paths.setdefault(number, []).append(path)
@@ -334,7 +337,7 @@ def names_of(tensors: Iterable[object]) -> str:
 
 
 def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
-    """After a GradScaler has looked for overflows: one on any rank counts on all, so that all skip the step."""
+    """Reduces a GradScaler's overflow flag over the ranks, so that all of them skip the step."""
     given = list(gradients)
     what = f"overflows in gradients of {names_of(given)}"
     found_inf.copy_(widest(given).reduced(found_inf, dist.ReduceOp.MAX, eager=what))
@@ -344,7 +347,7 @@ _NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
 
 
 def _with_identity(operands: Tensor | Sequence[Tensor], order: float) -> Tensor | list[Tensor]:
-    """Gives empty slices an element that changes no norm: PyTorch refuses some norms of tensors without elements."""
+    """Replaces empty slices by the norm's identity element: PyTorch rejects some norms of empty tensors."""
     if not isinstance(operands, Tensor):
         return [cast(Tensor, _with_identity(tensor, order)) for tensor in operands]
     return operands if operands.numel() else operands.new_full((1,), 0.0 if order >= 0 else math.inf)
@@ -353,16 +356,16 @@ def _with_identity(operands: Tensor | Sequence[Tensor], order: float) -> Tensor 
 def _whole_norms(
     operands: Tensor | Sequence[Tensor], norms: Tensor | Sequence[Tensor], order: float
 ) -> Tensor | list[Tensor]:
-    """The norms of the whole tensors, from the norms of one tensor or of several that this rank has computed."""
+    """Returns the norms of the full tensors, from this rank's norms of one tensor or several."""
     if isinstance(operands, Tensor) and isinstance(norms, Tensor):
         return _joined_norms([operands], [norms], order)[0]
     return _joined_norms(cast(Sequence[Tensor], operands), cast(Sequence[Tensor], norms), order)
 
 
 def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Norms of whole gradients from those of slices, in one message; the norms of whole tensors stay.
+    """Combines the ranks' norms of slices in one all-reduce; norms of replicated tensors stay.
 
-    The message has them in the order of their names, for a set has another order on each rank.
+    The message is in the order of names, because the order of a user's set differs between ranks.
     """
     split = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Slice) and t.is_split]
     slices = dict(sorted(split, key=lambda item: _key(item[1])))
@@ -374,7 +377,7 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
     if math.isinf(order):
         joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=what)
     else:
-        # of ranks that hold the same slice one counts
+        # one rank per distinct slice contributes
         counts = torch.tensor([ranks.counts(t) for t in slices.values()], device=stacked.device)
         powers = (stacked if order == 0 else stacked**order).where(counts, 0.0)
         joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)
@@ -388,7 +391,7 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
 
 
 def _check_overwriting(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuses a collective of PyTorch's that would treat the ranks' slices as copies of one tensor."""
+    """Raises DistributedError for a PyTorch collective that would treat the ranks' slices as copies."""
     name, group = func.__name__.partition(".")[0], kwargs.get("group")
     if func not in OVERWRITING:
         if not (str(func).startswith("_c10d_functional.") and name.startswith(_AS_COPIES)):
@@ -400,7 +403,10 @@ def _check_overwriting(func: Callable[..., object], args: Sequence[Any], kwargs:
 
 
 def check_averaging(parameter: Slice, frame: FrameType | None) -> None:
-    """Refuses PyTorch's averages of models over the ranks of one: they read `p.data`, and reduce a buffer of it."""
+    """Raises DistributedError if PyTorch would average the parameters of one sharded model over its ranks.
+
+    `average_parameters` reads `p.data` and reduces a buffer made of it, so the collective sees no slice.
+    """
     while frame is not None and "process_group" not in frame.f_locals:
         frame = frame.f_back
     group = None if frame is None else frame.f_locals["process_group"]
@@ -412,11 +418,11 @@ def check_other_group(process_group: dist.ProcessGroup | None, groups: Iterable[
 
     Args:
         process_group: None for all ranks.
-        groups: those over which the model is split.
-        who: would average or broadcast over the process group.
+        groups: the groups over which the model is split.
+        who: the function that would average or broadcast over the process group.
 
     Raises:
-        DistributedError: several ranks of the model are in it.
+        DistributedError: several ranks of the model are in the process group.
     """
     world = dist.group.WORLD if process_group is None else process_group
     for group in groups:

@@ -1,11 +1,11 @@
-"""Slices in state dicts: each knows what it is a slice of, in files too.
+"""Slices in state dicts and files, marked with their place in the full tensor.
 
-A state dict of a sharded model holds slices under the names of whole tensors. On another rank, or in a tool that reads
-it as a whole model's, a slice of a fitting shape would be loaded without an error.
+A state dict of a sharded model contains slices under the names of full tensors. Without a mark, another
+rank, or a tool that expects an unsharded model, would load a slice of a matching shape without an error.
 
-PyTorch's distributed checkpointing (DCP) saves and loads them as parts of whole tensors: it asks any tensor that has
-the three methods of `torch.distributed._checkpointable._Checkpointable`. Unlike a DTensor, a slice may have several
-pieces, as that of a fused QKV weight has.
+PyTorch's distributed checkpointing (DCP) saves and loads slices as chunks of full tensors, through the
+three methods of `torch.distributed._checkpointable._Checkpointable`. Unlike a DTensor, a slice may
+consist of several chunks, for example in a fused QKV weight.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 SlicePlace = tuple[str, str, int | tuple[int, ...], int | tuple[int, ...], tuple[int, ...]]
-"""(name, layout, rank, number of ranks, shape of the whole) of a slice; over more mesh axes than the model's, its word,
-and as many ranks and numbers as that has letters."""
+"""The place of a slice: (name, sharding, rank, number of ranks, global shape).
+
+For a sharding with several placements, rank and number are tuples with one entry each.
+"""
 PLACE = "_torchshard_place"
-"""The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
+"""The tensor attribute for the SlicePlace. It is part of the file format: saved tensors have it too."""
 
 
 def slice_place(name: str, of: Sharding, place: Place, whole: Sequence[int]) -> SlicePlace:
-    """The place of a slice that the rank at a place of a mesh has."""
+    """Returns the place of a rank's slice; `place` is the rank's place in the mesh."""
     text, held = of.short_text, of.cuts(place) or (Cut(I, 0, 1),)
     if len(held) == 1:
         return name, text, held[0].rank, held[0].size, tuple(whole)
@@ -49,13 +51,13 @@ def slice_place(name: str, of: Sharding, place: Place, whole: Sequence[int]) -> 
 
 
 def cuts_at(place: SlicePlace) -> Cuts:
-    """How a slice with this place is cut out."""
+    """Returns the cuts that take a slice with this place out of the full tensor."""
     sharding, where = held_at(place)
     return sharding.cuts(where)
 
 
 def held_at(place: SlicePlace) -> tuple[Sharding, Place]:
-    """The word of what a slice is of, and where the rank that holds it is."""
+    """Returns the sharding of a slice, and its rank's place in the mesh."""
     _, text, rank, size, _ = place
     ranks, sizes_ = (n if isinstance(n, tuple) else (n,) for n in (rank, size))
     names = axis_names(text)
@@ -64,26 +66,26 @@ def held_at(place: SlicePlace) -> tuple[Sharding, Place]:
 
 
 def is_same_slice(a: SlicePlace, b: SlicePlace) -> bool:
-    """Whether two places are one slice of one shape, by whatever names of tensors and axes."""
+    """Returns whether two places are the same slice of the same shape, whatever the names of tensors and axes."""
     try:
         return cuts_at(a) == cuts_at(b) and tuple(a[4]) == tuple(b[4])
-    except (ValueError, TypeError, AttributeError, IndexError):  # a file may hold anything
+    except (ValueError, TypeError, AttributeError, IndexError):  # a file may contain anything
         return False
 
 
 def place_of(value: object) -> SlicePlace | None:
-    """The place of a tensor from a state dict; None for a tensor that is not a slice."""
+    """Returns the place of a tensor from a state dict; None for a tensor that is not a slice."""
     return cast(SlicePlace | None, getattr(value, PLACE, None))
 
 
 def types_of(tensors: Sequence[object], own: Place) -> dict[int, SliceType]:
-    """The number of each slice among tensors -> what it is a slice of.
+    """Returns a dict: number of a slice among the tensors -> its type.
 
     Args:
-        own: the place of the rank whose slices they are.
+        own: this rank's place.
 
     Raises:
-        InputError: one is another rank's.
+        InputError: a slice belongs to another rank.
     """
     found = dict[int, SliceType]()
     for i, place in enumerate(map(place_of, tensors)):
@@ -101,9 +103,9 @@ def types_of(tensors: Sequence[object], own: Place) -> dict[int, SliceType]:
 
 
 class _PlaceOfTensors:
-    """The attribute of PyTorch's tensors that says what one is a slice of: one that is given it becomes a slice.
+    """A descriptor on `torch.Tensor` for the place of a slice; setting it turns the tensor into a slice.
 
-    Copies by `copy.copy` and tensors from pickles and files are plain tensors, whose attributes PyTorch sets then.
+    `copy.copy`, pickles and files create plain tensors first; PyTorch then sets their attributes.
     """
 
     def __get__(self, tensor: Tensor | None, owner: object = None) -> object:
@@ -118,7 +120,7 @@ class _PlaceOfTensors:
 
 
 def _become_slice(tensor: Tensor, place: SlicePlace) -> Tensor:
-    """Makes a plain tensor itself, which others hold, a slice."""
+    """Turns a plain tensor into a slice in place, for code that already references it."""
     vars(tensor)[PLACE] = place
     if type(tensor) in (Tensor, nn.Parameter):
         tensor.__class__ = StateParameter if isinstance(tensor, nn.Parameter) else StateSlice
@@ -126,36 +128,36 @@ def _become_slice(tensor: Tensor, place: SlicePlace) -> Tensor:
 
 
 def mark_copies() -> None:
-    """Lets copies of slices, and slices from files, know from now on that they are slices.
+    """Installs the descriptor that marks copies of slices, and slices from files, as slices.
 
-    Not in a process that has no sharded model, such as a tool that joins the slices of several files.
+    Only a process with a sharded model installs it; a tool that joins slices from files must not.
     """
     if PLACE not in vars(Tensor):
         setattr(Tensor, PLACE, _PlaceOfTensors())
 
 
 class Placed(Tensor):
-    """A tensor that may be a slice, and then knows of what."""
+    """A tensor that may be a slice, with its place."""
 
     @property
     def place(self) -> SlicePlace:
-        """What this is a slice of."""
+        """The place of the slice."""
         raise NotImplementedError
 
     @property
     def pieces(self) -> list[Piece]:
-        """The parts of the whole tensor that this slice is made of."""
+        """The boxes of the full tensor that make up this slice."""
         return pieces(self.place[4], cuts_at(self.place))
 
     @property
     def plain(self) -> Tensor:
-        """The same memory, without its place."""
+        """A plain tensor that shares this one's memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     @property
     def with_place(self) -> Tensor:
-        """As `plain`, with the place as an attribute: files must open where torchshard is not installed."""
+        """A plain tensor with the place as an attribute, so files open without torchshard installed."""
         plain = self.plain
         if isinstance(self, nn.Parameter):
             plain = nn.Parameter(plain.detach(), self.requires_grad)
@@ -167,10 +169,10 @@ class Placed(Tensor):
         return self.with_place.__reduce_ex__(protocol)
 
     def size(self, dim: int | None = None) -> Any:
-        """As `Tensor.size`; of the whole tensor to DCP, which compares it with the size in a checkpoint."""
+        """Like `Tensor.size`; DCP gets the global shape, to compare it with the checkpoint's."""
         module = called_from()
         if module == "torch._functorch.vmap" and place_of(self) is not None:
-            # it asks before it gives its function tensors of another kind
+            # it calls `size` before it passes tensors of its own class to the function
             warn_of_slice("torch.vmap gives a result of", place_text(self.place))
         if module == "torch.distributed.checkpoint.default_planner":
             return torch.Size(self.place[4])
@@ -178,7 +180,7 @@ class Placed(Tensor):
             _refuse("the older AsyncStager", "async_save without it, which keeps slices; or ts.save(..., wait=False)")
         return super().size() if dim is None else super().size(dim)
 
-    # --- what DCP asks -----------------------------------------------------------------------------------------------
+    # --- the protocol of DCP -----------------------------------------------------------------------------------------
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -211,19 +213,19 @@ class StateSlice(Placed):
 
     @staticmethod
     def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
-        """The same memory, with its place."""
+        """Returns a slice with this place that shares the tensor's memory."""
         marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
         vars(marked)[PLACE] = place
         return marked
 
     @property
     def place(self) -> SlicePlace:
-        """What this is a slice of."""
+        """The place of the slice."""
         return cast(SlicePlace, vars(self)[PLACE])
 
     @property
     def sharding(self) -> Sharding:
-        """How the whole tensor is distributed over the ranks."""
+        """The sharding of the full tensor."""
         return held_at(self.place)[0]
 
     @classmethod
@@ -260,7 +262,7 @@ class StateSlice(Placed):
         return call.ended(result, types_of(call.tensors, where), where, text, mark, module=module)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
+        if called_from() == "multiprocessing.reduction":  # to a child process, such as async_save's
             return StateSlice.of, (self.plain, self.place)
         return super().__reduce_ex__(protocol)
 
@@ -281,21 +283,22 @@ def _offsets(piece: Piece) -> torch.Size:
 
 
 def place_text(place: SlicePlace) -> str:
-    """'[8@tp,4] on rank 1 of 2'."""
+    """Returns a place as text: '[8@tp,4] on rank 1 of 2'."""
     _, text, rank, world, shape = place
     try:
         text = split_text(shape, held_at(place)[0])
-    except (ValueError, IndexError):  # a file may hold anything
+    except (ValueError, IndexError):  # a file may contain anything
         pass
     return f"{text} on rank {rank} of {world}"
 
 
 def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> None:
-    """Raises InputError where a function failed on a slice and would have run on the whole.
+    """Raises InputError if a function failed on a slice but would have run on the full tensor.
 
     Args:
-        error: what the function raised.
-        func: it, and the arguments that it had.
+        error: the exception that the function raised.
+        func: the function.
+        arguments: its args and kwargs.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
@@ -320,7 +323,7 @@ def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any,
 
 
 def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> bool:
-    """Whether a function runs, by its shapes, where each slice is a whole tensor."""
+    """Returns whether a function runs on meta tensors of the global shapes."""
 
     def whole(tensor: Tensor) -> Tensor:
         place = place_of(tensor)
@@ -336,7 +339,7 @@ def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Any, Mapping[s
 
 
 def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
-    """The dims of a tensor that those of another meet: the last ones if it is expanded, the first if it is a mask."""
+    """Returns the dims of a tensor that match another's shape: the last if it broadcasts, the first for a mask."""
     last = slice(max(0, len(whole) - len(shape)), len(whole))
     if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
         return last
@@ -344,7 +347,7 @@ def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
 
 
 def _part_text(place: SlicePlace, shape: tuple[int, ...]) -> str:
-    """'t[4:8, :]', or how its parts are joined."""
+    """Returns an index expression for this rank's part of a tensor: 't[4:8, :]', or several joined by 'and'."""
     whole = tuple(place[4])
     dims = _dims_in(whole, shape) or slice(0)
     boxes = [piece.box[dims] for piece in pieces(whole, cuts_at(place))]
@@ -354,14 +357,14 @@ def _part_text(place: SlicePlace, shape: tuple[int, ...]) -> str:
 
 _TRAINER = "transformers.trainer"
 _BETWEEN = ("torch", "torchshard", "accelerate")
-"""The packages that pass on the call of a Trainer."""
+"""Packages that forward a call of a Trainer."""
 
 
 def wants_whole() -> bool:
-    """Whether the caller saves or loads the state dict of a whole model.
+    """Returns whether the caller needs an unsharded state dict.
 
-    DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)` does so, and Hugging Face's Trainer, which
-    writes safetensors. They call `state_dict()` as users do, so the frames are all that tells.
+    DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)` does, and Hugging Face's Trainer,
+    which writes safetensors. Both call `state_dict()` like users do, so this inspects the frames.
     """
     frame, is_passed_on = cast(FrameType | None, sys._getframe(1)), True
     while frame is not None:
@@ -377,9 +380,9 @@ def wants_whole() -> bool:
 
 
 def _check_writer(frame: FrameType | None, name: str) -> None:
-    """Refuses a slice of several pieces in a file format of DCP's that keeps one piece for a name, the last.
+    """Raises InputError for a slice of several pieces if DCP's writer keeps only the last piece per name.
 
-    DCP tells a tensor nothing about where it goes, so the writer is looked up in the frames that ask.
+    DCP does not pass the writer to the tensor, so this finds it in the calling frames.
     """
     while frame is not None:
         writer = frame.f_locals.get("storage_writer")

@@ -1,17 +1,17 @@
-"""A list of recorded ops, from which tensors are computed later, one at a time.
+"""A tape of recorded ops, from which tensors are computed later, one at a time.
 
-`lazy` records what a constructor does to its tensors. To compute a parameter, the tape runs again, but only the calls
-that its value depends on:
+`lazy` records a constructor's tensor ops. To compute a parameter, the tape replays only the calls on
+which its value depends:
 
     w = empty(8, 4)         runs: w needs memory
-    w.uniform_(-1, 1)       runs on other memory: the random numbers after it depend on it, w does not
+    w.uniform_(-1, 1)       runs on scratch memory: later random numbers depend on it, w does not
     w.normal_(0, 0.02)      runs
-    b = zeros(8)            does not run, if b is not wanted
+    b = zeros(8)            runs only if b is requested
 
-Calls change memory as they did when they were recorded, so views and writes through them need no treatment of their
-own: what a value depends on is decided by the memory that calls read and write, not by the tensors.
+Dependencies are tracked by the memory that calls read and write, not by tensors. So views, and writes
+through views, need no special case.
 
-Source: deferred initialisation in torchdistx (its `deferred_init`), which replays each tensor's calls apart.
+Source: deferred initialisation in torchdistx (`deferred_init`), which replays each tensor's calls separately.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OVERWRITE_ALL = frozenset(
     getattr(aten, name)
     for name in ("uniform_", "normal_", "zero_", "fill_", "copy_", "random_", "exponential_", "bernoulli_")
 )
-"""Ops after which nothing is left of what their first operand held."""
+"""Ops that overwrite all values of their first operand."""
 
 
 def is_overwriting(op: Any) -> bool:
-    """Whether an op leaves nothing of what its first operand held."""
+    """Returns whether an op overwrites all values of its first operand."""
     return op.overloadpacket in _OVERWRITE_ALL
 
 
@@ -47,20 +47,20 @@ Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor of a tape, by its number."""
+    """A reference to a tape's tensor by number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class GeneratorState:
-    """A `torch.Generator` that a call was given, as it was then."""
+    """The state of a `torch.Generator` argument when the call was recorded."""
 
     state: Tensor
     device: torch.device
 
     def made(self) -> torch.Generator:
-        """A generator in this state."""
+        """Returns a new generator in this state."""
         return torch.Generator(self.device).set_state(self.state)
 
 
@@ -70,7 +70,7 @@ class Entry:
 
     op: Any
     args: tuple[Any, ...]
-    """With slots in the place of recorded tensors, and generators as they were."""
+    """The arguments, with `Slot` for recorded tensors and `GeneratorState` for generators."""
     kwargs: Mapping[str, Any]
     operands: tuple[int, ...]
     """The slots among the arguments."""
@@ -79,33 +79,33 @@ class Entry:
     written: frozenset[int]
     """The memories that the call writes to, by number."""
     read: frozenset[int]
-    """The memories whose content it may depend on, by number."""
+    """The memories with values that the result may depend on, by number."""
     draws: bool
-    """Whether it takes random numbers of the process's generator."""
+    """Whether the call draws from the process's default generator."""
     default_dtype: torch.dtype
-    """PyTorch's default dtype when it was recorded."""
+    """PyTorch's default dtype when the call was recorded."""
     rng_state: Tensor | int | None = None
-    """The RNG state before it, or the number of the entry that leaves it; None of a call that draws nothing."""
+    """The RNG state before a call that draws, or the number of the entry that produces that state."""
 
 
 @dataclass
 class Tape:
-    """Recorded calls, and the shapes of the tensors that they make."""
+    """Recorded calls, and the shapes of the tensors that they create."""
 
     entries: list[Entry] = field(default_factory=list)
     examples: list[Tensor] = field(default_factory=list)
-    """Slot -> a tensor of its shape and strides on the meta device."""
+    """Slot -> a meta tensor with its shape and strides."""
     memories: list[int] = field(default_factory=list)
-    """Slot -> the number of the memory that it lies in; views of a tensor lie in the same."""
+    """Slot -> the number of its memory; a tensor and its views share one."""
 
     marks: dict[int, int] = field(default_factory=dict)
-    """Hash of an RNG state of the process -> the draw after which it was set."""
+    """Hash of an RNG state that `add` set -> the number of the draw before it."""
 
     def add(self, entry: Entry) -> None:
         """Records a call.
 
-        A draw that is only recorded would leave the process's RNG state as it is, and a constructor that seeds again,
-        or restores a state, would look like one that does not. So each draw sets a state that nobody else sets.
+        A recorded draw does not advance the process's RNG, so a later reseed or restored state could not be
+        detected. Each recorded draw therefore sets a unique RNG state.
         """
         if entry.draws:
             state = torch.get_rng_state()
@@ -116,16 +116,16 @@ class Tape:
 
     @property
     def is_latest(self) -> bool:
-        """Whether nobody has drawn or seeded since the latest draw was recorded."""
+        """Whether the process's RNG is in a state that `add` set: no other code drew or seeded since."""
         return hash_tensor(torch.get_rng_state()) in self.marks
 
     def digest(self, wanted: Sequence[int]) -> str:
-        """A hash of the calls that make these slots, with the tensors and random numbers that they start from."""
+        """Returns a hash of the calls that compute these slots, with their input tensors and RNG states."""
         runs = self._runs(self._needed(wanted))
         return f"{hash_text(repr([(i, _entry_text(self.entries[i])) for i in runs])):x}"
 
     def rng_state(self) -> Tensor:
-        """The RNG state that the constructor would be in now."""
+        """Returns the RNG state that an ordinary constructor would have reached by now."""
         state = torch.get_rng_state()
         latest = self.marks.get(hash_tensor(state))
         if latest is None:
@@ -138,13 +138,13 @@ class Tape:
         return left[latest]
 
     def new_slot(self, example: Tensor, memory: int | None) -> int:
-        """A slot in the memory with this number, or in one of its own."""
+        """Adds a slot, in the memory with this number or in a new one; returns its number."""
         self.examples.append(example)
         self.memories.append(len(self.memories) if memory is None else memory)
         return len(self.examples) - 1
 
     def advance(self, call: Call, generator: torch.Generator) -> None:
-        """Draws the random numbers of a recorded call from the generator that it was given; its result is let go."""
+        """Advances the generator argument of a recorded call past the call's draws; discards the result."""
         op, args, kwargs = call
 
         def value(leaf: object) -> object:
@@ -156,14 +156,14 @@ class Tape:
             op(*pytree.tree_map(value, args), **pytree.tree_map(value, dict(kwargs)))
 
     def _scratch(self, slot: Slot) -> Tensor:
-        """Memory in the place of a tensor's."""
+        """Returns scratch memory with the shape and strides of a slot."""
         example = self.examples[slot.number]
         return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="cpu")
 
     def compute(self, wanted: Sequence[int], use: Callable[[int, Tensor], None]) -> None:
         """Calls `use(slot, value)` for each wanted slot, in the order in which they are ready.
 
-        Of all tensors only those are in memory that a later call needs, so `use` should keep none of the values.
+        A tensor is freed after its last use, so `use` should not keep the value.
         """
         needed = self._needed(wanted)
         runs = self._runs(needed)
@@ -178,17 +178,17 @@ class Tape:
                     del held[slot]
 
     def _runs(self, needed: set[int]) -> list[int]:
-        """The numbers of the entries that run: those that are needed, and all draws before the last of theirs."""
+        """Returns the entries to run: the needed ones, and all draws before the last needed draw."""
         last_draw = max((i for i in needed if self.entries[i].draws), default=-1)
         return [i for i, e in enumerate(self.entries) if i in needed or (e.draws and i <= last_draw)]
 
     def _needed(self, wanted: Sequence[int]) -> set[int]:
-        """The numbers of the entries that the wanted values depend on."""
+        """Returns the numbers of the entries on which the wanted values depend."""
         slots, contents = set(wanted), {self.memories[slot] for slot in wanted}
         needed = set[int]()
         for i in reversed(range(len(self.entries))):
             entry = self.entries[i]
-            # how many random numbers a draw takes may depend on what it reads
+            # the number of random numbers that an op draws may depend on the values it reads
             if slots.intersection(entry.results) or contents & entry.written or (entry.draws and entry.read):
                 needed.add(i)
                 slots.update(entry.operands)
@@ -196,7 +196,7 @@ class Tape:
         return needed
 
     def _lifetimes(self, wanted: Sequence[int], needed: set[int]) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """(slot -> the last entry that needs it, entry -> the wanted slots whose values are ready after it)."""
+        """Returns (slot -> the last entry that needs it, entry -> the wanted slots that are ready after it)."""
         last_use, last_change = dict[int, int](), dict[int, int]()
         for i in sorted(needed):
             entry = self.entries[i]
@@ -213,12 +213,13 @@ class Tape:
     def _run(
         self, entry: Entry, held: dict[int, Tensor], left: dict[int, Tensor], number: int, *, is_needed: bool
     ) -> None:
-        """Runs a call.
+        """Runs a recorded call.
 
         Args:
-            held: the values of slots; those that it makes are added.
-            left: draw -> the RNG state that it leaves; its own is added.
-            number: its own.
+            held: slot -> its value; the call's results are added.
+            left: draw -> the RNG state after it; the call's is added.
+            number: the entry's number.
+            is_needed: False for a call that runs on scratch memory, only to advance the RNG.
         """
         if entry.default_dtype != torch.get_default_dtype():
             torch.set_default_dtype(entry.default_dtype)
@@ -251,7 +252,7 @@ def _entry_text(entry: Entry) -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Outside all modes, for they would record or change the calls; leaves RNG state and default dtype as they are."""
+    """Disables all dispatch modes, which would record or change the calls; restores RNG and default dtype."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=()), torch.no_grad(), _disable_current_modes():
         try:
@@ -261,7 +262,7 @@ def _alone() -> Iterator[None]:
 
 
 def entry_of(tape: Tape, call: Call, results: tuple[int | None, ...]) -> Entry:
-    """The entry of a call whose recorded tensors are slots."""
+    """Returns the entry for a call; its recorded tensors are `Slot`s."""
     op, args, kwargs = call
     operands = [leaf.number for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Slot)]
     written = frozenset(tape.memories[leaf.number] for leaf in written_arguments(call) if isinstance(leaf, Slot))
@@ -273,12 +274,12 @@ def entry_of(tape: Tape, call: Call, results: tuple[int | None, ...]) -> Entry:
 
 
 def written_arguments(call: Call) -> list[object]:
-    """The arguments that a call writes to."""
+    """Returns the arguments that a call writes to."""
     return [leaf for leaf, alias in _aliases(call) if alias is not None and alias.is_write]
 
 
 def viewed_argument(call: Call) -> object:
-    """The first argument that a result may be a view of; None if all results have memory of their own."""
+    """Returns the first argument that a result may alias; None if all results have new memory."""
     return next((leaf for leaf, alias in _aliases(call) if alias is not None), None)
 
 
@@ -290,6 +291,6 @@ def _aliases(call: Call) -> list[tuple[object, Any]]:
 
 
 def _is_all_memory(tape: Tape, slot: int) -> bool:
-    """Whether a tensor covers the memory that it lies in, as all but views do."""
+    """Returns whether a tensor covers its entire memory; most views do not."""
     whole, example = tape.examples[tape.memories[slot]], tape.examples[slot]
     return example.numel() == whole.numel() and example.dtype == whole.dtype

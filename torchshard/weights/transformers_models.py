@@ -1,4 +1,4 @@
-"""Models of transformers: built lazily from a folder's configuration, and what it does to names and shapes in files."""
+"""transformers models: builds them lazily from a folder's configuration, and converts names and shapes in files."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def lazy_pretrained(
     train: bool = False,
     initialise: bool = True,
 ) -> nn.Module:
-    """The model that a folder's config.json names, lazy, as `from_pretrained` of transformers would make it.
+    """Builds the lazy model of a folder's config.json, like `from_pretrained` of transformers.
 
     Args:
-        dtype: of its parameters; None: that of its config, or of the files.
-        initialise: False leaves the parameters uninitialised; buffers that a constructor computes have their values.
+        dtype: the dtype of its parameters; None for the config's, or else the files'.
+        initialise: False leaves parameters uninitialised; buffers that a constructor computes get values.
 
     Raises:
-        InputError: transformers is not installed; the config can't be read, names a model that transformers does not
-            have, or weights that are quantised.
+        InputError: transformers is not installed; the config can't be read, names a model unknown to
+            transformers, or has quantised weights.
     """
     try:
         import transformers
@@ -46,9 +46,9 @@ def lazy_pretrained(
     if not Path(folder).is_dir():
         raise _no_model(folder, "there is no such folder", "a folder on this machine; of a model of the hub, a copy")
     try:
-        # without trust_remote_code=False it would ask on the terminal whether to run code of the folder's
+        # without trust_remote_code=False it would ask on the terminal whether to run the folder's code
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # configurations check themselves, with errors of their own
+    except Exception as error:  # configurations raise errors of any class
         raise _no_model(folder, f"its config.json can't be used: {' '.join(str(error).split())}", _ATTEMPT) from error
     name = next(iter(config.architectures or ()), None)
     cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -67,7 +67,7 @@ def lazy_pretrained(
 
 
 def cast_kept(model: Any, dtype: torch.dtype) -> None:
-    """Casts the parameters that a model of transformers keeps in another dtype than the one it is loaded in."""
+    """Casts the parameters that a transformers model keeps in a dtype different from the loaded one."""
     kept = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
         own = next((d for key, d in kept.items() if key in name.split(".")), None)
@@ -77,9 +77,9 @@ def cast_kept(model: Any, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _without_initialising() -> Iterator[None]:
-    """Models of transformers that this thread builds do not draw their parameters.
+    """Skips parameter initialisation in transformers models that this thread builds.
 
-    Unlike `transformers.initialization.no_init_weights`, it leaves models of other threads alone, and ties weights.
+    Unlike `transformers.initialization.no_init_weights`, it does not affect other threads, and ties weights.
     """
     _builds.without_initialising = True
     try:
@@ -93,7 +93,7 @@ _builds = threading.local()
 
 
 class _NoDraws(TorchFunctionMode):
-    """Leaves parameters as they are where a layer's constructor would draw them; buffers are drawn."""
+    """Skips the draws of a layer's constructor into parameters, but not into buffers."""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -108,7 +108,7 @@ _DRAWS: Final = frozenset([
     Tensor.uniform_, Tensor.normal_, init.uniform_, init.normal_, init.trunc_normal_, init.kaiming_uniform_,
     init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_,
 ])  # fmt: skip
-"""What layers are initialised by; a mode sees the function that a constructor calls, and nothing within."""
+"""Functions that initialise layers. A mode intercepts only the outermost call, so `nn.init` is listed too."""
 
 
 @functools.cache
@@ -150,12 +150,12 @@ def _dtype(dtype: torch.dtype | str | None, folder: str | os.PathLike[str]) -> t
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers."""
+    """Returns whether a model is a transformers model."""
     return any(c.__module__ == "transformers.modeling_utils" for c in type(model).__mro__)
 
 
 def converted(shell: Any, lazies: Mapping[str, LazyTensor], folder: object) -> tuple[dict[str, LazyTensor], list[str]]:
-    """What transformers makes of the files' tensors, by name, and the names that it has no use for."""
+    """Runs transformers' conversions on the files' tensors; returns them by model name, and the unused names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -181,7 +181,7 @@ def converted(shell: Any, lazies: Mapping[str, LazyTensor], folder: object) -> t
 
 @contextmanager
 def _in_order() -> Iterator[None]:
-    """transformers' conversions in this thread, so that all ranks record them in one order, and without its bar."""
+    """Runs transformers' conversions in this thread, so all ranks record the same order; hides its progress bar."""
     from transformers.utils import logging
 
     key, shown = "HF_DEACTIVATE_ASYNC_LOAD", logging.is_progress_bar_enabled()

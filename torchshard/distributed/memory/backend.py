@@ -372,7 +372,7 @@ def _opened(
 def exchanged_by_store(
     store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta
 ) -> list[Any]:
-    """What all ranks say, in their order."""
+    """Returns every rank's value, by rank."""
     store.set(f"{BACKEND}/{key}/{rank}", json.dumps(mine))
     keys = [f"{BACKEND}/{key}/{other}" for other in range(size)]
     store.wait(keys, timeout)
