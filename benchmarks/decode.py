@@ -108,7 +108,7 @@ def with_torchshard(model: Any, tokens: bool = False, **options: Any) -> Any:
     example: dict[str, Any] = {"input_ids": prompt, "use_cache": False}
     if tokens:
         whole, example = Greedy(whole), {"input_ids": prompt, "cache": transformers.DynamicCache(config=model.config)}
-    return ts.shard(whole, "auto", example_kwargs=example, mode="infer", **options)
+    return ts.shard(whole, "auto", example_kwargs=example, objective={"mode": "infer"}, **options)
 
 
 WAYS: dict[str, Callable[[Any, int, Any], Any]] = {

@@ -208,7 +208,9 @@ def _generated(device: str, implementation: str, compile: bool) -> int:
     model = LlamaForCausalLM(config).to(device).eval()
     ids = torch.arange(1, 25, device=device).reshape(2, 12)
     example = {"input_ids": ids, "use_cache": False}
-    sharded = ts.shard(copy.deepcopy(model), "auto", example_kwargs=example, mode="infer", compile=compile)
+    sharded = ts.shard(
+        copy.deepcopy(model), "auto", example_kwargs=example, objective={"mode": "infer", "compile": compile}
+    )
     options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": implementation}
     whole, own = (each.generate(ids, attention_mask=torch.ones_like(ids), **options) for each in (model, sharded))
     if not torch.equal(whole, own):
@@ -407,7 +409,7 @@ def checked(device: str) -> str:
     torch.manual_seed(0)
     model, x = Keyed().to(device), torch.randn(2, 5, 16, device=device)
     before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-    report = ts.check(model, "auto", world_size=2, example_inputs=(x,))
+    report = ts.check(model, "auto", example_inputs=(x,), mesh=2)
     after = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
     if not report.ok or not torch.equal(before, after):
         raise AssertionError(f"the check has changed the random numbers that come next, or fails: {report}")
@@ -416,7 +418,7 @@ def checked(device: str) -> str:
 
 def _graphs_by_gloo(device: str) -> str:
     model, x = _stack(device, 1, 16, torch.float32)
-    return _told(partial(ts.shard(model, PLAN, (x,), compile=GRAPHS), x), ts.InputError)
+    return _told(partial(ts.shard(model, PLAN, (x,), objective={"compile": GRAPHS}), x), ts.InputError)
 
 
 def graphs_by_gloo(device: str) -> str:

@@ -56,7 +56,8 @@ def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
     memory = {"fast": ENOUGH}
     models = {
-        name: ts.shard(model, plan, (x,), machine=machine, memory=memory.get(name)) for name, plan in PLANS.items()
+        name: ts.shard(model, plan, (x,), objective={"machine": machine, "memory": memory.get(name)})
+        for name, plan in PLANS.items()
     }
     runs = {name: partial(step, sharded, x, target) for name, sharded in models.items()}
     one_round = lambda: [timed(runs[name], models[name]) for name in PLANS]  # noqa: E731

@@ -208,7 +208,7 @@ def implementations(
         "torchshard": lambda: ts.shard(model, PLAN, (x,)),
         f"unsharded{COMPILED}": lambda: torch.compile(copy.deepcopy(model)),
         f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model, mesh_of(others))),
-        f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), compile=True),
+        f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), objective={"compile": True}),
     }
     return {name: make[name]() for name in names}
 
