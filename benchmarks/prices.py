@@ -4,7 +4,7 @@ A stack of GPT blocks (`step_time.py`) is sharded under each plan and trained in
 measures the machine before (or `--machine` names one), and its prediction for each plan stands beside the median.
 
     auto            the plan that planning finds by itself, which splits the weights
-    fast            the same with `memory=` that anything fits: the fastest, whatever is split
+    fast            the same with so much `memory` that anything fits: the fastest, whatever is split
     Megatron        attention and MLP, column then row
     MLP only        of these the MLP
     column only     each linear layer by its outputs, which are gathered
