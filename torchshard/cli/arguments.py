@@ -25,10 +25,14 @@ _FIELDS = re.compile(r"\bobjective=\{([^{}]*)\}")
 
 
 def as_options(text: str) -> str:
-    """Rewrites arguments of functions in a text as options: 'mesh={"dp": (2, "shard")}' as '--mesh dp=2:shard'."""
+    """Rewrites arguments of functions in a text as options.
+
+    'mesh={"dp": (2, "shard")}' becomes '--mesh dp=2:shard', 'mesh=2' becomes '--ranks 2'.
+    """
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
+        name = "ranks" if name == "mesh" and value.isdigit() else name
         axes = re.sub(r"""['"](\w+)['"]: *""", r"\1=", value)
         axes = re.sub(r"""\((\d+), *['"](\w+)['"]\)""", r"\1:\2", axes)
         plain = re.sub(r"""[{}'" ]""", "", axes)
@@ -42,8 +46,8 @@ def as_options(text: str) -> str:
 
 def mesh_of(options: argparse.Namespace) -> MeshLike:
     """Returns the requested mesh, or number of ranks; two ranks by default."""
-    given: MeshLike = options.mesh
-    return (options.ranks or 2) if given is None else given
+    given: MeshLike = options.ranks if options.mesh is None else options.mesh
+    return 2 if given is None else given
 
 
 def objective_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
             "the plan divides something else than it is asked for",
             where="the plan",
             why=f"it was made for an axis that holds {plan.last.axis.holds!r}; here it holds {data or 'weights'!r}",
-            attempt="a plan made for this mesh; or without mesh=, as the plan says",
+            attempt=f"a plan made for this mesh; or mesh={plan.world_size}, which divides as the plan does",
         )
     if not isinstance(plan, Plan) and plan and data:
         raise PlanError(

@@ -88,11 +88,10 @@ def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
     if len(split) > 1:
         raise _error(
             f"there is one axis for the weights; in this mesh {', '.join(split)} do not divide the batch",
-            _text(sizes, by_name | dict.fromkeys(split[:-1], "replicate")),
+            _text(axes, by_name | dict.fromkeys(split[:-1], "replicate")),
         )
     if not axes.is_groups and split and list(sizes) != [*by_name, *split]:
-        order = {name: sizes[name] for name in (*by_name, *split)}
-        raise _error("consecutive ranks divide the batch, and ranks far apart the weights", _text(order, by_name))
+        raise _error("consecutive ranks divide the batch, and ranks far apart the weights", _text(axes, by_name))
     if len(sizes) == 1:
         ((name, size),) = sizes.items()
         return Mesh((MeshAxis(size, label=name, holds=by_name.get(name, "weights")),))
@@ -176,13 +175,17 @@ def _of_the_batch(axes: _Axes) -> dict[str, Data]:
             f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
             where="mesh=",
             why="of several axes all but the last divide the batch, and one axis alone divides the weights",
-            attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes.sizes, by_batch)}",
+            attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, by_batch)}",
         )
     return dict.fromkeys(names[:-1], "replicate")
 
 
-def _text(sizes: Mapping[str, int], data: Mapping[str, Holds]) -> str:
-    return f"mesh={ {name: (size, data[name]) if name in data else size for name, size in sizes.items()} }"
+def _text(axes: _Axes, data: Mapping[str, Data]) -> str:
+    """Returns the argument for these axes if those in `data` split the batch, which has them first."""
+    if axes.is_groups:
+        return f"mesh=(device_mesh, {dict(data)})"
+    names = [*(name for name in axes.sizes if name in data), *(name for name in axes.sizes if name not in data)]
+    return f"mesh={ {name: (axes.sizes[name], data[name]) if name in data else axes.sizes[name] for name in names} }"
 
 
 def _error(what: str, attempt: str) -> InputError:

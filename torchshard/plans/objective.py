@@ -154,7 +154,7 @@ def _globs(recompute: Any) -> tuple[str, ...]:
             f"{wrong!r} names no modules",
             where="recompute=",
             why="modules are named by globs of their paths",
-            attempt='recompute="layers.*", or several: ["layers.0", "layers.1"]',
+            attempt='objective={"recompute": "layers.*"}, or several: ["layers.0", "layers.1"]',
         )
     return globs
 
