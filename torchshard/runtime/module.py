@@ -316,7 +316,7 @@ class ShardedModule(State, Notebook):
                     model(batch).backward()
             model(batches[-1]).backward()
 
-        It does nothing unless `data=` or `mesh=` splits the batch across ranks.
+        It does nothing unless the mesh splits the batch across ranks.
 
         Source: torch.nn.parallel.DistributedDataParallel.no_sync, FullyShardedDataParallel.no_sync
         """
