@@ -163,7 +163,8 @@ def check(
 
     Args:
         model: the unsharded model, on any device; it and its gradients stay as they are.
-        plan, objective: as in `shard`.
+        plan: as in `shard`.
+        objective: as in `shard`, for the mode "train", because gradients are compared.
         example_inputs, example_kwargs: the arguments of a call of `model`, with the batch of all ranks, as for
             `inputs="global"`.
         mesh: as in `shard`, with any number of ranks: `mesh=8`, `{"dp": 2, "tp": 4}`.
@@ -173,7 +174,7 @@ def check(
             missing collective may change less than bfloat16 rounds away.
 
     Raises:
-        InputError: the model does not run in `dtype`.
+        InputError: the model does not run in `dtype`, or the objective is for calls without gradients.
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is
             reported, not raised: see `Report.raise_on_error`.
     """
@@ -186,6 +187,13 @@ def check(
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
     aim = read_aim(objective, device_type(reference))
+    if not aim.trains:
+        raise InputError(
+            "a check compares gradients",
+            where="objective=",
+            why="a graph for calls without gradients need not sum them over the ranks",
+            attempt='the objective without mode; the plan may be what plan(..., objective={"mode": "infer"}) returns',
+        )
     constraints = read_constraints(ModelFacts.of(reference), plan, ranks, aim)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
