@@ -156,9 +156,7 @@ def verdict(case: Any, dtype: torch.dtype, world_size: int) -> str:
     torch.manual_seed(0)
     model, args, kwargs = in_dtype(case.build(), flatten(case.inputs()).tensors, case.kwargs, dtype)
     try:
-        report = ts.check(
-            model, case.plan, world_size=world_size, example_inputs=args, example_kwargs=kwargs, dtype=None
-        )
+        report = ts.check(model, case.plan, example_inputs=args, example_kwargs=kwargs, mesh=world_size, dtype=None)
     except Exception as error:
         return f"raised {type(error).__name__}"
     return "exact" if report.ok else f"wrong {report.worst.kind} {report.worst.name} {report.worst.error:.0e}"

@@ -216,7 +216,7 @@ def _step(model: nn.Module, batch: dict[str, Tensor]) -> None:
 def _ours(name: str, plan: Any, ranks: int) -> tuple[Count, Count, float]:
     torch.manual_seed(0)
     model, batch = MODELS[name][0](), inputs(name)
-    sharded = ts.shard(model, plan(model), example_kwargs=batch, machine="h100x8")
+    sharded = ts.shard(model, plan(model), example_kwargs=batch, objective={"machine": "h100x8"})
     whole, held = sharded.plan.parameter_bytes()
     return predicted(sharded.plan), counted(lambda: _step(sharded, batch), ranks), held / whole
 

@@ -4,9 +4,9 @@
     by hand               the layers cut as Megatron-LM has them: two all-reduces a layer, and the logits gathered
     by hand, memory       the same through torchshard's memory, and not by gloo
     tp_plan               Hugging Face's, on the world that torchshard uses
-    torchshard            torchshard.shard(model, "auto", mode="infer"): through memory, if no backend is named
+    torchshard            torchshard.shard with objective={"mode": "infer"}: through memory, if no backend is named
     torchshard, tokens    the same of a model that returns its likeliest token in place of the logits
-    torchshard, compiled  the same as torchshard, with compile=True
+    torchshard, compiled  the same as torchshard, and "compile": True
 
 Before anything is timed, all must give the same tokens. Ways are timed in turn, round by round; a ratio is the median
 of the rounds' ratios to `by hand`; the slowest rank counts. Collectives per token are counted as they run, those in
@@ -102,13 +102,14 @@ def with_tp_plan(model: Any) -> Any:
     return copied.maybe_distribute_model(copied, of, mesh)
 
 
-def with_torchshard(model: Any, tokens: bool = False, **options: Any) -> Any:
+def with_torchshard(model: Any, tokens: bool = False, compile: bool = False) -> Any:
     """The model as torchshard's plan of a prompt splits it."""
     whole, prompt = copy.deepcopy(model), torch.zeros(1, PROMPT, dtype=torch.long)
     example: dict[str, Any] = {"input_ids": prompt, "use_cache": False}
     if tokens:
         whole, example = Greedy(whole), {"input_ids": prompt, "cache": transformers.DynamicCache(config=model.config)}
-    return ts.shard(whole, "auto", example_kwargs=example, mode="infer", **options)
+    objective = {"mode": "infer", "compile": compile}
+    return ts.shard(whole, "auto", example_kwargs=example, objective=objective)
 
 
 WAYS: dict[str, Callable[[Any, int, Any], Any]] = {

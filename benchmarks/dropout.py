@@ -20,7 +20,7 @@ from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import planned
 from torchshard.core.layouts import S
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import read_aim
 
 
 class Dropped(nn.Module):
@@ -55,7 +55,7 @@ def main() -> None:
     captured = prepared(model, (), {}, dynamic=False)
     whole = seconds(lambda: nn.functional.dropout(model.x, 0.1), given.repeats)
     for world in given.ranks:
-        aim = objective("cpu-gloo", axes="all")
+        aim = read_aim({"machine": "cpu-gloo", "split": "all"})
         constraints = read_constraints(ModelFacts.of(model), {}, Mesh((MeshAxis(world),)), aim).with_layouts(
             {"x": S(last)}
         )

@@ -115,7 +115,7 @@ def _rank(rank: int, world: int, folder: str, kind: str, expected: Tensor) -> No
     ts.distributed.init_process_group()
     model, prompt = model_and_prompt(kind)
     try:
-        sharded = ts.shard(model, "auto", **_example(model, prompt), mode="infer")
+        sharded = ts.shard(model, "auto", **_example(model, prompt), objective={"mode": "infer"})
         before = sharded.captures
         made = sharded.generate(**copy.deepcopy(prompt))
         found = {"status": "equal", "captures": sharded.captures - before}

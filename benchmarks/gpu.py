@@ -42,7 +42,7 @@ from torchshard.distributed.group import ALONE
 from torchshard.ir.graph import hint, placeholders
 from torchshard.ops import OPS, Begin, wait
 from torchshard.passes import direct, localized
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import read_aim
 from torchshard.runtime.compilation import Compiler
 from torchshard.runtime.step import Step
 from torchshard.weights.parameter import ShardedParameter
@@ -145,7 +145,14 @@ class Steps(NamedTuple):
     checkpointed: bool = False
     default: bool = False
     """Whether new tensors are on the device by default."""
-    options: Mapping[str, Any] = {}
+    mesh: Any = None
+    """Of `ts.shard`: a dict, whose last axis is `tp`, or how all ranks store the weights."""
+    compile: bool = False
+
+    @property
+    def tp(self) -> int | None:
+        """How many ranks split the weights; None: all of them."""
+        return self.mesh["tp"] if isinstance(self.mesh, Mapping) else None if self.mesh is None else 1
 
     @property
     def limit(self) -> float:
@@ -170,11 +177,12 @@ def _training(device: str, steps: Steps) -> float:
     torch.set_default_device(device if steps.default else None)
     model, x = _stack(device, 2, 16, steps.dtype, dropout=steps.dropout, checkpointed=steps.checkpointed)
     x = (x * torch.arange(1, 7, device=device)[:, None, None]).to(steps.dtype)
-    tp = steps.options.get("mesh", {"tp": 1})["tp"]  # of a mesh, parts are those of groups
-    part = x.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp] if "data" in steps.options else x
+    tp = steps.tp or dist.get_world_size()  # these ranks get the same part of the batch
+    part = x.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp]
     worst = 0.0
     with sdpa_kernel(SDPBackend.MATH) if steps.dropout else nullcontext():
-        sharded = ts.shard(copy.deepcopy(model), steps.plan, (part,), **steps.options)
+        objective = {"compile": steps.compile}
+        sharded = ts.shard(copy.deepcopy(model), steps.plan, (part,), mesh=steps.mesh, objective=objective)
         for _ in range(3):
             whole, own = _gradients(model, x, steps), _gradients(sharded, part, steps)
             if whole.keys() != own.keys():
@@ -191,7 +199,7 @@ def training(device: str, world: int, backend: str = "gloo", **given: Any) -> st
     if backend == "nccl" and device == "cpu":
         raise Skipped("NCCL needs a GPU")
     steps = Steps(**given)
-    group_size = steps.options.get("mesh", {}).get("tp", -1)
+    group_size = steps.mesh["tp"] if isinstance(steps.mesh, Mapping) else -1
     worst = max(_on_ranks(_training, world, device, backend, steps, group_size=group_size))
     if not worst < steps.limit:
         raise AssertionError(f"gradients differ by {worst:.1e} of the largest, more than {steps.limit:.0e}")
@@ -208,7 +216,9 @@ def _generated(device: str, implementation: str, compile: bool) -> int:
     model = LlamaForCausalLM(config).to(device).eval()
     ids = torch.arange(1, 25, device=device).reshape(2, 12)
     example = {"input_ids": ids, "use_cache": False}
-    sharded = ts.shard(copy.deepcopy(model), "auto", example_kwargs=example, mode="infer", compile=compile)
+    sharded = ts.shard(
+        copy.deepcopy(model), "auto", example_kwargs=example, objective={"mode": "infer", "compile": compile}
+    )
     options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": implementation}
     whole, own = (each.generate(ids, attention_mask=torch.ones_like(ids), **options) for each in (model, sharded))
     if not torch.equal(whole, own):
@@ -302,7 +312,7 @@ def _dtype(device: str) -> torch.dtype:
 def _rank_step(device: str, world: int, smaller: int, compile: dict[str, Any] | None) -> Callable[[], object]:
     """A step of rank 0 of so many, without what it sends."""
     model, x = _stack(device, 2, smaller, _dtype(device))
-    aim = objective(None, device=device)
+    aim = read_aim(device=device)
     made = program(model, read_constraints(ModelFacts.of(model), PLAN, Mesh((MeshAxis(world),)), aim), (x,))
     coordinate = MeshAxis(world).simulated()[0]
     local = localized(made.graph, coordinate)
@@ -407,7 +417,7 @@ def checked(device: str) -> str:
     torch.manual_seed(0)
     model, x = Keyed().to(device), torch.randn(2, 5, 16, device=device)
     before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-    report = ts.check(model, "auto", world_size=2, example_inputs=(x,))
+    report = ts.check(model, "auto", example_inputs=(x,), mesh=2)
     after = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
     if not report.ok or not torch.equal(before, after):
         raise AssertionError(f"the check has changed the random numbers that come next, or fails: {report}")
@@ -416,7 +426,7 @@ def checked(device: str) -> str:
 
 def _graphs_by_gloo(device: str) -> str:
     model, x = _stack(device, 1, 16, torch.float32)
-    return _told(partial(ts.shard(model, PLAN, (x,), compile=GRAPHS), x), ts.InputError)
+    return _told(partial(ts.shard(model, PLAN, (x,), objective={"compile": GRAPHS}), x), ts.InputError)
 
 
 def graphs_by_gloo(device: str) -> str:
@@ -435,24 +445,22 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "two ranks on one card, float32": partial(training, world=2),
     "two ranks on one card, bfloat16": partial(training, world=2, dtype=torch.bfloat16),
     "two ranks on one card, float16": partial(training, world=2, dtype=torch.float16),
-    "two ranks on one card, compiled": partial(training, world=2, options={"compile": True}),
+    "two ranks on one card, compiled": partial(training, world=2, compile=True),
     "two ranks on one card, dropout": partial(training, world=2, dtype=torch.float64, dropout=0.2),
     "two ranks on one card, checkpoints": partial(training, world=2, dtype=torch.float64, checkpointed=True),
     "two ranks on one card, split sequence": partial(training, world=2, dtype=torch.float64, plan=PLAN | SEQUENCE),
-    "two ranks on one card, divided batch": partial(
-        training, world=2, dtype=torch.float64, plan={}, options={"data": "replicate"}
-    ),
+    "two ranks on one card, divided batch": partial(training, world=2, dtype=torch.float64, plan={}, mesh="replicate"),
     "three ranks on one card, weights in slices": partial(
-        training, world=3, dtype=torch.float64, plan={}, options={"data": "shard"}
+        training, world=3, dtype=torch.float64, plan={}, mesh="shard"
     ),
     "two ranks on one card, weights in slices, compiled": partial(
-        training, world=2, plan={}, options={"data": "shard", "compile": True}
+        training, world=2, plan={}, mesh="shard", compile=True
     ),
     "four ranks on one card, batch and weights": partial(
-        training, world=4, dtype=torch.float64, options={"mesh": {"dp": 2, "tp": 2}, "data": "replicate"}
+        training, world=4, dtype=torch.float64, mesh={"dp": 2, "tp": 2}
     ),
     "six ranks on one card, weights in slices of slices": partial(
-        training, world=6, dtype=torch.float64, dropout=0.2, options={"mesh": {"dp": 3, "tp": 2}, "data": "shard"}
+        training, world=6, dtype=torch.float64, dropout=0.2, mesh={"dp": (3, "shard"), "tp": 2}
     ),
     "three ranks on one card, planned, autocast to bfloat16": partial(
         training, world=3, plan="auto", autocast=torch.bfloat16

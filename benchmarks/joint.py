@@ -17,7 +17,7 @@ import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.meshes import read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.layouts import I
+from torchshard.core.mesh import Holds, mesh_option
 from torchshard.ir.graph import is_weight, nbytes, sizes_as
 from torchshard.passes import rewrite
 from torchshard.planner.build import build
@@ -41,7 +42,8 @@ from torchshard.planner.prune import prune
 from torchshard.planner.search import expand_to_all_layers, most_weights, solve_within_budget
 from torchshard.planner.solver import Solution, Solver
 from torchshard.plans.data import Costs
-from torchshard.plans.machine import MachineName, objective
+from torchshard.plans.machine import MachineName
+from torchshard.plans.objective import read_aim
 from torchshard.plans.plan import Plan
 
 MOST_PLANS, MOST_TRIED = 400_000, 300
@@ -89,29 +91,25 @@ class Case:
     seed: int
 
     @property
-    def mesh(self) -> dict[str, int]:
+    def mesh(self) -> dict[str, int | tuple[int, Holds]]:
         draw = random.Random(self.seed)
-        return {"dp": draw.choice([2, 8]), "tp": draw.choice([2, 3, 4])}
-
-    @property
-    def data(self) -> Literal["replicate", "shard"]:
-        return ("replicate", "shard")[self.seed % 2]
+        ways: tuple[Holds, ...] = ("replicate", "shard")
+        return {"dp": (draw.choice([2, 8]), ways[self.seed % 2]), "tp": draw.choice([2, 3, 4])}
 
     @property
     def machine(self) -> MachineName:
         return ("cpu-gloo", "h100x8")[self.seed // 2 % 2]
 
     def __str__(self) -> str:
-        return f"{self.seed:4}  {self.mesh}, {self.data}, {self.machine}"
+        return f"{self.seed:4}  {mesh_option(self.mesh)}, {self.machine}"
 
     def planned(self) -> Program:
         """A model with the plan that is found axis by axis."""
-        draw, ranks = random.Random(self.seed), math.prod(self.mesh.values())
-        model = Drawn(draw)
-        axes = read_mesh(ranks, self.mesh, self.data)
+        draw = random.Random(self.seed)
+        model, axes = Drawn(draw), read_mesh(self.mesh)
         call, batch = whole_batch(flatten_call(model, (model.example(draw),), {}), axes.parts)
         args, kwargs = call.rebuild(call.tensors)
-        aim = objective(self.machine, None, "weights", "cpu", (), "train")
+        aim = read_aim({"machine": self.machine}, "cpu")
         constraints = read_constraints(ModelFacts.of(model), "auto", axes, aim)
         return program(model, constraints, args, kwargs, batches=batch)
 

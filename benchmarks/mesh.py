@@ -2,14 +2,14 @@
 
     unsharded               the whole batch, on every rank
     DDP                     torch.nn.parallel.DistributedDataParallel
-    torchshard, replicate   ts.shard(model, {}, part, data="replicate")
+    torchshard, replicate   ts.shard(model, {}, part, mesh="replicate")
     FSDP2                   torch.distributed.fsdp.fully_shard of each block
-    torchshard, shard       ts.shard(model, {}, part, data="shard")
+    torchshard, shard       ts.shard(model, {}, part, mesh="shard")
 
 DDP and FSDP2 run on gloo, as they do without torchshard, or through its memory (`--others memory`).
 
 With `--tp 2` groups of two ranks divide the weights too: FSDP2 is that of a model of parallelize_module, and ours have
-`mesh={"dp": ..., "tp": 2}`; DDP's ranks divide the batch alone, all of them.
+`mesh={"dp": (..., "shard"), "tp": 2}`; DDP's ranks divide the batch alone, all of them.
 
 The model is the stack of blocks of step_time.py; a step is forward, a loss and backward. Before anything is timed, all
 must have the same gradients. Ways are timed in turn, round by round; the ratio to PyTorch's own way is the median of
@@ -61,15 +61,15 @@ def with_fsdp(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
 
 def models(plain: nn.Sequential, part: Tensor, tp: int, others: dist.ProcessGroup) -> dict[str, nn.Module]:
     """The model in each way."""
-    sizes, plan = {"dp": dist.get_world_size() // tp, "tp": tp}, PLAN
+    parts, weights, plan = dist.get_world_size() // tp, {"tp": tp}, PLAN
     if tp == 1:
-        sizes, plan = {"dp": sizes["dp"]}, {}
+        weights, plan = {}, {}
     return {
         "unsharded": plain,
         "DDP": DistributedDataParallel(copy.deepcopy(plain), process_group=others),
-        "torchshard, replicate": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "replicate"}),
+        "torchshard, replicate": ts.shard(plain, plan, (part,), mesh={"dp": (parts, "replicate")} | weights),
         "FSDP2": with_fsdp(plain, mesh_of(others, tp)),
-        "torchshard, shard": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "shard"}),
+        "torchshard, shard": ts.shard(plain, plan, (part,), mesh={"dp": (parts, "shard")} | weights),
     }
 
 

@@ -49,10 +49,10 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program, planned
 from torchshard.core.layouts import Layout, S
-from torchshard.core.mesh import MODEL, MeshAxis
+from torchshard.core.mesh import MODEL, Mesh, MeshAxis
 from torchshard.distributed.launch import launch
 from torchshard.passes import localized
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import read_aim
 from torchshard.weights.materialize import local_state
 
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
@@ -167,7 +167,7 @@ def _is_plain(call: Called) -> bool:
 def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     try:
-        made = planned(captured, call, Constraints(MeshAxis(world), AIM, layouts=layouts))
+        made = planned(captured, call, Constraints(Mesh((MeshAxis(world),)), AIM, layouts=layouts))
         report = check_program(call, made, made.graph, (), {})
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
@@ -204,7 +204,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     rank = dist.get_rank()
     try:
-        made = planned(captured, call, Constraints(MeshAxis(world), AIM, layouts=layouts))
+        made = planned(captured, call, Constraints(Mesh((MeshAxis(world),)), AIM, layouts=layouts))
         torch.manual_seed(1)
         expected = unsharded(call, flatten_call(call, (), {}))
     except ts.ShardError as error:
@@ -215,7 +215,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     graph.recompile()
     torch.manual_seed(1)
     results = list(graph(*(known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder")))
-    backward(results, 1)
+    backward([results])
     held: list[Any] = [None] * world
     dist.all_gather_object(held, pieces(results, state, {}, made.plan.parameters, made.graph))
     _reported(result, report_of(expected, held), where, captured, made, layouts)
@@ -248,7 +248,7 @@ def _launched(names: list[str], world: int, most: int) -> dict[str, Result]:
     return {n: Result(n, "wrong", why="the ranks disagree") if n in differing else by_rank[0][n] for n in names}
 
 
-AIM = objective("cpu-gloo", axes="all")
+AIM = read_aim({"machine": "cpu-gloo", "split": "all"})
 """Any axis may be split, whatever it is of."""
 ORDER = ("none", "right", "raised", "failed", "wrong")
 

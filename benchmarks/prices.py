@@ -4,7 +4,7 @@ A stack of GPT blocks (`step_time.py`) is sharded under each plan and trained in
 measures the machine before (or `--machine` names one), and its prediction for each plan stands beside the median.
 
     auto            the plan that planning finds by itself, which splits the weights
-    fast            the same with `memory=` that anything fits: the fastest, whatever is split
+    fast            the same with so much `memory` that anything fits: the fastest, whatever is split
     Megatron        attention and MLP, column then row
     MLP only        of these the MLP
     column only     each linear layer by its outputs, which are gathered
@@ -56,7 +56,8 @@ def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
     memory = {"fast": ENOUGH}
     models = {
-        name: ts.shard(model, plan, (x,), machine=machine, memory=memory.get(name)) for name, plan in PLANS.items()
+        name: ts.shard(model, plan, (x,), objective={"machine": machine, "memory": memory.get(name)})
+        for name, plan in PLANS.items()
     }
     runs = {name: partial(step, sharded, x, target) for name, sharded in models.items()}
     one_round = lambda: [timed(runs[name], models[name]) for name in PLANS]  # noqa: E731

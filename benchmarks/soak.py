@@ -58,7 +58,9 @@ def rank_main(answers: int) -> Found:
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
     ids = torch.zeros(2, 8, dtype=torch.long)
-    sharded: Any = ts.shard(copy.deepcopy(model), "auto", (), {"input_ids": ids, "use_cache": False}, mode="infer")
+    sharded: Any = ts.shard(
+        copy.deepcopy(model), "auto", (), {"input_ids": ids, "use_cache": False}, objective={"mode": "infer"}
+    )
     draw, wrong, seen = random.Random(0), 0, list[tuple[int, int]]()
     for number in range(answers):
         batch, length, new = draw.randint(1, 4), draw.randint(1, 24), draw.randint(1, 6)

@@ -7,7 +7,7 @@
     tp_plan       Hugging Face's, of a model of transformers made of the same blocks
     torchshard    torchshard.shard with a dict plan; its ranks talk through memory, all others by gloo
     by hand, memory    the same as by hand, through torchshard's memory
-    ..., compiled the same with torch.compile; torchshard's is compile=True
+    ..., compiled the same with torch.compile; torchshard's is objective={"compile": True}
 
 Before anything is timed, all must give the same loss and the same gradients. A step is forward, loss and backward; each
 begins at a barrier and ends when the slowest rank ends. Ratios are taken round by round. Collectives are counted as
@@ -208,7 +208,7 @@ def implementations(
         "torchshard": lambda: ts.shard(model, PLAN, (x,)),
         f"unsharded{COMPILED}": lambda: torch.compile(copy.deepcopy(model)),
         f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model, mesh_of(others))),
-        f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), compile=True),
+        f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), objective={"compile": True}),
     }
     return {name: make[name]() for name in names}
 

@@ -47,7 +47,7 @@ from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import planned
 from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import read_aim
 
 
 def built(kind: str) -> Made:
@@ -126,7 +126,7 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def on_processes(kind: str, world: int) -> str:
     """'exact', or what differs, on processes that send through gloo."""
-    report = check_processes(built, (kind,), {}, world, objective("cpu-gloo"))
+    report = check_processes(built, (kind,), {}, world, read_aim({"machine": "cpu-gloo"}))
     worst = report.worst
     return "exact" if report.ok else f"wrong: {worst.kind} {worst.name} {worst.error:.1e}"
 

@@ -66,7 +66,7 @@ def answer_unsharded(folder: Path, options: Namespace) -> list[int]:
 def answer_sharded(folder: Path, options: Namespace) -> list[int]:
     rank, ranks = ts.distributed.get_rank(), ts.distributed.get_group_size()
     example = {"input_ids": torch.zeros(1, 16, dtype=torch.long), "use_cache": False}
-    model = ts.from_pretrained(folder, "auto", example_kwargs=example, dtype=torch.float32, mode="infer")
+    model = ts.from_pretrained(folder, "auto", example_kwargs=example, dtype=torch.float32, objective={"mode": "infer"})
     if rank == 0:
         print(f"\n{ranks} ranks: {options.prompt}", flush=True)
     return answer(model, folder, options, show=rank == 0)

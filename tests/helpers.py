@@ -6,7 +6,7 @@ import ctypes
 import re
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -25,6 +25,13 @@ def nightly(*only: str, but: Sequence[str] = ()) -> pytest.MarkDecorator:
     `*` matches any text. `tests/conftest.py` reads the mark, and raises on an id without a case.
     """
     return pytest.mark.nightly_cases(only, but)
+
+
+def holding(mesh: Mapping[str, int], data: Any) -> dict[str, Any]:
+    """A mesh whose axes of the batch hold `data`: all but the last of several, or those that a dict names."""
+    names = list(mesh)
+    ways = data if isinstance(data, Mapping) else dict.fromkeys(names[:-1] or names, data)
+    return {name: (size, ways[name]) if ways.get(name) else size for name, size in mesh.items()}
 
 
 def matches(pattern: str, case: str) -> bool:

@@ -153,4 +153,4 @@ def priced(name: str, axes: Mapping[str, str]) -> PlannedCall:
     data = {axis: way for axis, way in axes.items() if way}
     mesh = dict.fromkeys(axes, 2)
     divides: Any = data if len(axes) > 1 else data["dp"]
-    return _captured(name).plan("auto", 2 ** len(axes), mesh=mesh, data=divides, machine="cpu-gloo")
+    return _captured(name).plan("auto", 2 ** len(axes), mesh=holding(mesh, divides), objective={"machine": "cpu-gloo"})

@@ -145,7 +145,7 @@ def test_buffers_are_the_unsharded_models(between: Any, recompute: str | None) -
     options: dict[str, Any] = {} if recompute is None else {"recompute": recompute}
     assert _trained(copy.deepcopy(model), ts.shard(copy.deepcopy(model), {}, **options)) < 1e-10
     x = torch.randn(4, 6).double()
-    assert ts.check(model, SPLIT, world_size=2, example_inputs=(x,), **options).ok
+    assert ts.check(model, SPLIT, example_inputs=(x,), mesh=2, **options).ok
 
 
 def _on_ranks(rank: int) -> list[float]:
@@ -185,7 +185,7 @@ def test_what_a_graph_cannot_write_is_refused(kind: str) -> None:
     model = _Model(between).double()
     before = dict(model._buffers)
     with pytest.raises(ts.CaptureError) as caught:
-        ts.check(model, SPLIT, world_size=2, example_inputs=(torch.randn(4, 6).double(),))
+        ts.check(model, SPLIT, example_inputs=(torch.randn(4, 6).double(),), mesh=2)
     assert text in str(caught.value)
     assert [*model._buffers] == [*before] and all(model._buffers[name] is value for name, value in before.items())
 

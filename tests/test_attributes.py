@@ -235,5 +235,5 @@ def test_a_weight_computed_by_a_hook() -> None:
     """The older weight_norm stores a computed tensor in an attribute; each call computes it before reading it."""
     torch.manual_seed(0)
     model = torch.nn.utils.weight_norm(nn.Linear(6, 8))
-    report = ts.check(nn.Sequential(model), {}, world_size=2, example_inputs=(torch.randn(4, 6),))
+    report = ts.check(nn.Sequential(model), {}, example_inputs=(torch.randn(4, 6),), mesh=2)
     assert report.ok, str(report)

@@ -179,7 +179,7 @@ def test_blocks_in_a_model(body: Callable[[Any, Tensor], Tensor], around: bool) 
     """Compares in bfloat16 with eager PyTorch, and widened with the captured graph."""
     model = _Layers(body)
     with _autocast(enabled=around):
-        report = ts.check(model, "auto", world_size=2, example_inputs=(X,), dtype=None).raise_on_error()
+        report = ts.check(model, "auto", example_inputs=(X,), mesh=2, dtype=None).raise_on_error()
         expected = model(X).dtype
         captured = capture(model, (X,)).graph
     (result,) = captured.graph.output_node().args[0]
@@ -215,7 +215,7 @@ def test_a_block_that_is_off_computes_in_float32_within_a_call_in_autocast() -> 
 def test_pins_reach_through_casts(style: str, dims: tuple[int | None, ...]) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
     with _autocast():
-        plan = ts.plan(model, {"0": style}, world_size=2, example_inputs=(X,))
+        plan = ts.plan(model, {"0": style}, example_inputs=(X,), mesh=2)
     found = tuple(getattr(plan.parameters[name], "dim", None) for name in ("0.weight", "0.bias"))
     assert found == dims
 

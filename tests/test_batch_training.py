@@ -27,7 +27,7 @@ def _trained(rank: int, data: Any, kinds: tuple[str, ...]) -> dict[str, float]:
     world, worst = torch.distributed.get_world_size(), {}
     for kind in kinds:
         model = _model_of(kind)
-        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data=data)
+        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), mesh=data)
         worst[kind], _ = _train_both(kind, model, sharded, world, rank, (12, 12, 24, 7))
     return worst
 
@@ -51,7 +51,7 @@ def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...],
 def test_a_loss_outside_is_averaged_as_ddp_does(rank: int) -> None:
     """Gradients of a loss outside of the model equal DistributedDataParallel's."""
     model, own = _model(p=0.0), _own(_batch(2), rank)
-    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
+    sharded = ts.shard(copy.deepcopy(model), {}, own, mesh="replicate")
     wrapped = DistributedDataParallel(model)
     for m in (wrapped, sharded):
         m(*own)[1].square().mean().backward()
@@ -115,7 +115,7 @@ def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> No
 
 def test_other_inputs_than_local_and_global_are_refused() -> None:
     with pytest.raises(ts.InputError, match="'all' is no kind of inputs"):
-        ts.shard(_model(), {}, _batch(2), data="replicate", inputs="all")  # type: ignore[arg-type]
+        ts.shard(_model(), {}, _batch(2), mesh="replicate", inputs="all")  # type: ignore[arg-type]
 
 
 def _reading(target: Tensor) -> Any:
@@ -123,12 +123,12 @@ def _reading(target: Tensor) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return F.cross_entropy(super().forward(x), target[:, 0])
 
-    return ts.shard(Model(4, 97), {}, data="replicate")
+    return ts.shard(Model(4, 97), {}, mesh="replicate")
 
 
 def _wrong(rank: int) -> list[bool]:
     model, own = _model(), _own(_batch(2), rank)
-    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
+    sharded = ts.shard(copy.deepcopy(model), {}, own, mesh="replicate")
     return [
         refused_input(lambda: sharded(*(t[: PART - rank] for t in own)), "the ranks were called with different"),
         refused_input(lambda: sharded(*(t[:1] for t in own)), "a rank's part of the batch is 1"),
@@ -146,14 +146,14 @@ def test_parts_that_differ_are_refused_on_every_rank() -> None:
 def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
     ids, labels = _batch(2)
     with pytest.raises(ts.InputError, match="a batch of 5 can't be divided among 2 ranks"):
-        ts.check(_model(), {}, world_size=2, example_inputs=(ids[:5], labels[:5]), data="replicate")
+        ts.check(_model(), {}, example_inputs=(ids[:5], labels[:5]), mesh={"dp": (2, "replicate")})
     part: dict[str, Any] = {"world_size": 2, "example_inputs": (ids, labels), "data": "replicate"}
     with pytest.raises(ts.PlanError, match="the ranks divide the batch, and the plan splits weights"):
         ts.plan(_model(), {"*.q": "column"}, **part)
     with pytest.raises(ts.InputError, match="the ranks divide the batch, and nothing else"):
-        ts.plan(_model(), {}, axes="all", **part)
+        ts.plan(_model(), {}, objective={"split": "all"}, **part)
     with pytest.raises(ts.InputError, match="'slice' is no way to divide data"):
-        ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="slice")  # type: ignore[arg-type]
-    plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
+        ts.plan(_model(), {}, example_inputs=(ids, labels), mesh={"dp": (2, "slice")})  # type: ignore[arg-type]
+    plan = ts.plan(_model(), {}, example_inputs=(ids[:PART], labels[:PART]), mesh={"dp": (2, "replicate")})
     with pytest.raises(ts.PlanError, match=r"(?s)divides something else.*made with data='replicate'"):
-        ts.check(_model(), plan, world_size=2, example_inputs=(ids, labels), data="shard")
+        ts.check(_model(), plan, example_inputs=(ids, labels), mesh={"dp": (2, "shard")})

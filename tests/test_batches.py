@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
@@ -123,8 +124,8 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
     of_batch = {}
     for data in ("shard", "shard_grad_op"):
         model, batch = _model(), _batch(2)
-        plan = ts.plan(model, mesh=mesh, data=data, example_inputs=tuple(t[:PART] for t in batch))
-        assert ts.check(model, plan, mesh=mesh, data=data, example_inputs=batch).ok
+        plan = ts.plan(model, mesh=holding(mesh, data), example_inputs=tuple(t[:PART] for t in batch))
+        assert ts.check(model, plan, mesh=holding(mesh, data), example_inputs=batch).ok
         of_batch[data] = plan.axes[0], plan.step_memory
     (again, less), (once, more) = of_batch.values()
     assert again.parameters == once.parameters and again.costs.kinds == once.costs.kinds
@@ -134,7 +135,7 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
 
 
 def _planned(data: Any) -> PlannedCall:
-    made = capture(_model(p=0.0), _batch(2)).plan({}, 2, data=data)
+    made = capture(_model(p=0.0), _batch(2)).plan({}, {"dp": (2, data)})
     assert made.plan.inputs == {"ids": ts.S(0), "labels": ts.S(0)}
     return made
 
@@ -219,8 +220,8 @@ def _casts(parts: int) -> tuple[nn.Module, Tensor]:
 def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Any) -> None:
     model, x = _casts(2)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ts.plan(model, {}, world_size=2, example_inputs=(x[:PART],), data=data)
-        assert ts.check(model, plan, world_size=2, data=data, example_inputs=(x,)).ok
+        plan = ts.plan(model, {}, example_inputs=(x[:PART],), mesh={"dp": (2, data)})
+        assert ts.check(model, plan, example_inputs=(x,), mesh={"dp": (2, data)}).ok
     parts = step_graphs(rank_graph(plan))
     counted = 0.0
     nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
@@ -235,7 +236,7 @@ def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data:
 def _summed(rank: int, data: Any) -> bool:
     world = torch.distributed.get_world_size()
     model, x = _casts(world)
-    sharded = ts.shard(copy.deepcopy(model), {}, _own((x,), rank), data=data)
+    sharded = ts.shard(copy.deepcopy(model), {}, _own((x,), rank), mesh=data)
     for _ in range(2):
         for m in (model, sharded):
             m.zero_grad()
@@ -258,13 +259,13 @@ def test_gradients_of_casts_are_summed_in_float32(world: int, data: Any) -> None
 
 def test_gradients_of_a_layer_are_one_message() -> None:
     ids, labels = _batch(2)
-    plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
+    plan = ts.plan(_model(), {}, example_inputs=(ids[:PART], labels[:PART]), mesh={"dp": (2, "replicate")})
     assert set(plan.parameters.values()) == {ts.I}
     # forward: the count of valid labels, the loss; backward: two blocks' gradients, all other gradients
     assert plan.costs.calls == (2, 3)
     again = ts.Plan.from_json(plan.to_json())
     assert again == plan and again.last.data == "replicate"
-    assert ts.check(_model(), again, world_size=2, example_inputs=(ids, labels)).ok
+    assert ts.check(_model(), again, example_inputs=(ids, labels), mesh=2).ok
 
 
 def _own(batch: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:

@@ -157,7 +157,7 @@ class _Named(nn.Module):
 
 
 def test_an_argument_may_be_named_like_a_parameter() -> None:
-    report = ts.check(_Named(), {}, world_size=2, example_inputs=(X, torch.randn(8), torch.randn(3)))
+    report = ts.check(_Named(), {}, example_inputs=(X, torch.randn(8), torch.randn(3)), mesh=2)
     assert report.ok, str(report)
 
 
@@ -174,7 +174,7 @@ def test_hooks_on_the_model_and_its_submodules() -> None:
     model.register_forward_hook(_doubled)
     model.register_forward_pre_hook(_shifted, with_kwargs=True)
     model.up.register_forward_hook(_doubled)
-    report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(X,))
+    report = ts.check(model, {"up": "column"}, example_inputs=(X,), mesh=2)
     assert report.ok, str(report)
     assert torch.equal(ts.shard(model, {"up": "column"})(X), model(X))
     ts.distributed.destroy_process_group()

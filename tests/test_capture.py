@@ -28,7 +28,7 @@ def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
 
 
 def _exact(model: nn.Module, *args: Any, plan: dict[str, Any] | None = None, **kwargs: Any) -> None:
-    report = ts.check(model, plan or {"*up": "column"}, world_size=2, example_inputs=args, example_kwargs=kwargs)
+    report = ts.check(model, plan or {"*up": "column"}, example_inputs=args, example_kwargs=kwargs, mesh=2)
     assert report.ok, str(report)
 
 
@@ -116,7 +116,7 @@ def test_a_model_without_inputs() -> None:
             return self.up(self.table)
 
     _exact(Codes())
-    assert ts.check(Codes(), {"up": "column"}, world_size=3).ok
+    assert ts.check(Codes(), {"up": "column"}, mesh=3).ok
 
 
 def test_no_gradient_flows_into_a_no_grad_block() -> None:
@@ -256,7 +256,7 @@ def test_two_models_with_numbers_of_their_sizes() -> None:
     """Rows are cached for all models, so finding a row must not compare one model's symbolic sizes with another's."""
     for _ in range(2):
         model = _Up(lambda m, x: m.up(x) * (x.shape[0] * x.shape[1] / 2))
-        made = ts.plan(model, {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),))
+        made = ts.plan(model, {"up": "column"}, example_inputs=(torch.randn(4, 6),), mesh=2)
         assert isinstance(made.source, Program) and not made.source.assumed
 
 
@@ -270,7 +270,7 @@ def test_capture_reads_no_parameter() -> None:
 def test_meta_inputs_will_do() -> None:
     case = CASES["gpt"]
     ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
-    made = ts.plan(case.build().to("meta"), case.plan, world_size=8, example_inputs=(ids, ids))
+    made = ts.plan(case.build().to("meta"), case.plan, example_inputs=(ids, ids), mesh=8)
     assert made.world_size == 8 and made.parameters["blocks.0.attn.q.weight"] == ts.S(0)
 
 

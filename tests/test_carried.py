@@ -262,7 +262,7 @@ CHECKED: dict[str, tuple[Callable[[], nn.Module], dict[str, str], Callable[[], t
 def test_what_is_left_has_the_unsharded_models_gradients(name: str, world: int) -> None:
     torch.manual_seed(0)
     build, plan, inputs = CHECKED[name]
-    report = ts.check(build(), plan, world_size=world, example_inputs=inputs(), dtype=torch.float64)
+    report = ts.check(build(), plan, example_inputs=inputs(), mesh=world, dtype=torch.float64)
     assert report.ok, report
     assert name == "an argument" or "3 outputs" in str(report)
 

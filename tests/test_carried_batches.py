@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
@@ -64,7 +65,7 @@ def test_what_a_call_leaves_is_that_of_the_whole_batch(mesh: dict[str, int], dat
     torch.manual_seed(0)
     model, x = State(), torch.randn(8, 6)
     state = {"h": torch.randn(8, 8, requires_grad=True), "mean": torch.randn(8)} if begun else {}
-    report = ts.check(model, _pins(mesh), mesh=mesh, data=data, example_inputs=(x, state))
+    report = ts.check(model, _pins(mesh), mesh=holding(mesh, data), example_inputs=(x, state))
     report.raise_on_error()
 
 
@@ -72,7 +73,7 @@ def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
     """Errors after two calls with gradients through the state between them, and a third call without gradients."""
     torch.manual_seed(0)
     whole, (first, second) = State().double(), torch.randn(2, 8, 6).double()
-    model = ts.shard(copy.deepcopy(whole), _pins(mesh), mesh=mesh, data=data)
+    model = ts.shard(copy.deepcopy(whole), _pins(mesh), mesh=holding(mesh, data))
     place, rows = rank // mesh.get("tp", 1), 8 * mesh.get("tp", 1) // 4
     own = slice(place * rows, (place + 1) * rows)
     state, expected = dict[str, Tensor](), dict[str, Tensor]()
@@ -109,7 +110,7 @@ def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[s
     example: dict[str, Any] = {"input_ids": prompt[own], "use_cache": False}
     if kind == "t5":
         example["decoder_input_ids"] = prompt[own]
-    sharded = ts.shard(model, "auto", (), example, mesh=mesh, data=data, mode="infer")
+    sharded = ts.shard(model, "auto", (), example, mesh=holding(mesh, data), objective={"mode": "infer"})
     found = dict[str, bool]()
     # the first part's first tokens end an answer, so the first part ends before the others
     first = model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False)[:ROWS, -1].tolist()
@@ -145,9 +146,9 @@ def test_ranks_answer_prompts_of_their_own(kind: str, mesh: dict[str, int], data
 def _refused(rank: int) -> dict[str, bool]:
     x, place = torch.randn(8, 6), rank
     own = x[4 * place : 4 * place + 4]
-    local = ts.shard(State(), {}, data="replicate")
-    whole = ts.shard(State(), {}, data="replicate", inputs="global")
-    stacked = ts.shard(Stacked(), {}, data="replicate")
+    local = ts.shard(State(), {}, mesh="replicate")
+    whole = ts.shard(State(), {}, mesh="replicate", inputs="global")
+    stacked = ts.shard(Stacked(), {}, mesh="replicate")
     left = dict[str, Tensor]()
     local(own, left)
     return {
@@ -229,7 +230,7 @@ def _calls(rank: int) -> dict[str, float]:
     for name, (_, first) in LEFT.items():
         own = slice(4 * rank, 4 * rank + 4)
         whole = _Leaves(name).double()
-        model = ts.shard(copy.deepcopy(whole), {}, data="replicate")
+        model = ts.shard(copy.deepcopy(whole), {}, mesh="replicate")
         state = {key: (t[own] if t.shape[0] == 8 and t.ndim > 1 else t).double() for key, t in first.items()}
         expected, worst = {key: t.double() for key, t in first.items()}, 0.0
         for seed in range(4):

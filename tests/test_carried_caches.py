@@ -151,7 +151,7 @@ def _streams(rank: int) -> dict[str, bool]:
     """Generates answers in batches, and streams an answer that another thread generates."""
     ts.distributed.init_process_group()
     model = _model("llama")
-    sharded: Any = ts.shard(copy.deepcopy(model), "auto", (), CALL, mode="infer")
+    sharded: Any = ts.shard(copy.deepcopy(model), "auto", (), CALL, objective={"mode": "infer"})
     same = {}
     for batch in (1, 3, 8):
         ids = torch.randint(2, 64, (batch, 9))

@@ -57,7 +57,7 @@ def test_others_stay() -> None:
 @nightly("2", "4")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_dense_block_is_exact(world_size: int) -> None:
-    ts.check(Dense(4), "auto", world_size=world_size, example_inputs=(torch.randn(4, 6),)).raise_on_error()
+    ts.check(Dense(4), "auto", example_inputs=(torch.randn(4, 6),), mesh=world_size).raise_on_error()
 
 
 @pytest.mark.nightly
@@ -65,5 +65,5 @@ def test_a_long_dense_block_is_planned_exactly() -> None:
     """If all later layers read each piece, the tables would be too large and the plan would report a gap."""
     with torch.device("meta"):
         model, x = Dense(24, 16, 8), torch.randn(4, 16)
-    plan = ts.plan(model, world_size=2, example_inputs=(x,), memory="1GiB", machine="cpu-gloo")
+    plan = ts.plan(model, example_inputs=(x,), mesh=2, objective={"memory": "1GiB", "machine": "cpu-gloo"})
     assert plan.costs.gap <= 1e-9

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import holding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -206,7 +207,7 @@ def _errors(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
     pins = {"up": "column", "down": "row"} if "tp" in mesh else {}
     *ours, between = _models()
     wrapped = DistributedDataParallel(between, process_group=groups[rank % len(groups)])
-    sharded = [ts.shard(model, pins, mesh=mesh, data=data) for model in ours]
+    sharded = [ts.shard(model, pins, mesh=holding(mesh, data)) for model in ours]
     chains = Chain(*_models(), x, False), Chain(*sharded, wrapped, x[own], True)
     found = {}
     for step, run in itertools.product(range(2), CHAINS):

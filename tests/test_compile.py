@@ -88,7 +88,7 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
     found = {}
     for name in names:
         model, plan, inputs = _case(name)
-        sharded = ts.shard(model, plan, compile={"backend": "aot_eager"})
+        sharded = ts.shard(model, plan, objective={"compile": {"backend": "aot_eager"}})
         found[name] = [_difference(model, sharded, sharded, inputs) for _ in range(2)]
         model.eval(), sharded.eval()
         with torch.no_grad():
@@ -126,7 +126,7 @@ def _wrongly_lowered(rank: int) -> float:
     compilation = sys.modules["torchshard.runtime.compilation"]
     pytest.MonkeyPatch().setattr(compilation, "lower", _doubling(compilation.lower))
     model, plan = _mlp()
-    sharded = ts.shard(model, plan, compile=EAGER)
+    sharded = ts.shard(model, plan, objective={"compile": EAGER})
     return _difference(model, sharded, sharded, (torch.randn(3, 6, dtype=torch.float64),))
 
 
@@ -144,7 +144,7 @@ def test_inductor_draws_the_same_numbers() -> None:
 def _with_inductor(rank: int) -> float:
     ts.distributed.init_process_group()
     model, plan = _mlp()
-    sharded = ts.shard(model, plan, compile=True)
+    sharded = ts.shard(model, plan, objective={"compile": True})
     return _difference(model, sharded, sharded, (torch.randn(3, 6, dtype=torch.float64),))
 
 
@@ -220,7 +220,7 @@ def test_a_training_step_is_compiled_with_its_optimizer() -> None:
 def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
     ts.distributed.init_process_group()
     model, plan, inputs = _case("fused_gqa")
-    sharded = ts.shard(model, plan, compile=EAGER)
+    sharded = ts.shard(model, plan, objective={"compile": EAGER})
     with CommDebugMode():  # this call captures a graph, without the mode's hooks on modules
         sharded(*inputs).sum().backward()
     with CommDebugMode() as seen:
@@ -256,22 +256,22 @@ def _mistakes(rank: int) -> dict[str, bool]:
         ({"options": {"foo": 1}}, "Unexpected optimization option foo"),
     ):
         wrong: Any = options
-        found[str(options)] = refused_input(lambda w=wrong: ts.shard(model, plan, compile=w), text)
+        found[str(options)] = refused_input(lambda w=wrong: ts.shard(model, plan, objective={"compile": w}), text)
     once = torch.compile(copy.deepcopy(model), backend="eager")
     found["compiled before"] = refused_input(lambda: ts.shard(once, plan), "compile=True")  # type: ignore[arg-type]
-    one = ts.shard(model, plan, compile=EAGER if rank else False)
+    one = ts.shard(model, plan, objective={"compile": EAGER if rank else False})
     text = "the ranks would compile the model with different options"
     found["on one rank"] = refused(lambda: one(x), text, ts.DistributedError)
 
     def fails(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
         raise ValueError("this backend can do nothing")
 
-    broken = ts.shard(model, plan, compile={"backend": fails})
+    broken = ts.shard(model, plan, objective={"compile": {"backend": fails}})
     found["a backend that fails"] = refused(lambda: broken(x), "this backend can do nothing", ts.CaptureError)
-    plain = ts.shard(_Recurrent(), {"rnn": "column"}, compile=EAGER)  # its steps don't form a graph
+    plain = ts.shard(_Recurrent(), {"rnn": "column"}, objective={"compile": EAGER})  # its steps don't form a graph
     found["what a compiler does not know"] = bool(plain(torch.randn(2, 3, 4)).isfinite().all())
     none: Mapping[str, Any] = {"backend": fails, "disable": True}
-    found["disabled"] = bool(ts.shard(model, plan, compile=none)(x).isfinite().all())
+    found["disabled"] = bool(ts.shard(model, plan, objective={"compile": none})(x).isfinite().all())
     return found
 
 
@@ -295,7 +295,7 @@ class _Shifted(nn.Module):
 def _of_parts(rank: int) -> list[float]:
     torch.manual_seed(0)
     model, ids = _Shifted().double(), torch.randint(0, 12, (4, 5))
-    sharded = ts.shard(copy.deepcopy(model), {}, data="replicate", compile={"backend": "aot_eager"})
+    sharded = ts.shard(copy.deepcopy(model), {}, mesh="replicate", objective={"compile": {"backend": "aot_eager"}})
     losses = model(ids), sharded(ids[2 * rank : 2 * rank + 2])
     for loss in losses:
         loss.backward()

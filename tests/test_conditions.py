@@ -72,7 +72,7 @@ BODIES = {"first batch": _first_batch, "warm up": _warm_up, "drops": _drops_laye
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_graph_holds_the_side_that_the_model_takes(name: str) -> None:
-    ts.check(_Branch(BODIES[name]), SPLIT, world_size=2, example_inputs=(X,)).raise_on_error()
+    ts.check(_Branch(BODIES[name]), SPLIT, example_inputs=(X,), mesh=2).raise_on_error()
 
 
 def _step(model: nn.Module, x: Tensor, seed: int) -> None:
@@ -90,7 +90,7 @@ def _trains(rank: int) -> tuple[dict[str, float], str, int]:
         for data in (None, "shard"):
             torch.manual_seed(0)
             model = _Branch(body).double()
-            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else SPLIT, data=data)
+            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else SPLIT, mesh=data)
             for i in range(5):
                 x = X + i / 10
                 _step(model, x, i)
@@ -137,14 +137,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 def test_values_that_no_rank_knows_before_the_call_are_refused(name: str) -> None:
     body, text = REFUSED[name]
     with pytest.raises(ts.CaptureError, match=text):
-        ts.check(_Branch(body), SPLIT, world_size=2, example_inputs=(X,))
+        ts.check(_Branch(body), SPLIT, example_inputs=(X,), mesh=2)
 
 
 def test_a_buffer_without_a_value_is_named() -> None:
     with torch.device("meta"):
         model = _Branch(_first_batch)
     with pytest.raises(ts.CaptureError, match="the graph depends on the value of ready, which has none"):
-        ts.plan(model, SPLIT, world_size=2, example_inputs=(X.to("meta"),))
+        ts.plan(model, SPLIT, example_inputs=(X.to("meta"),), mesh=2)
 
 
 # --- libraries -------------------------------------------------------------------------------------------------------
@@ -171,11 +171,11 @@ def test_fake_quantizers_are_exact_while_they_do_not_observe_activations() -> No
     model, x = _Quantized(), X.float()
     model(x)  # gives the buffers their shapes
     with pytest.raises(ts.CaptureError, match="depend on the values of a tensor"):
-        ts.check(model, "auto", world_size=2, example_inputs=(x,), dtype=None)
+        ts.check(model, "auto", example_inputs=(x,), mesh=2, dtype=None)
     model.of_value.apply(disable_observer)
-    ts.check(model, "auto", world_size=2, example_inputs=(x,), dtype=None).raise_on_error()
+    ts.check(model, "auto", example_inputs=(x,), mesh=2, dtype=None).raise_on_error()
     model.of_weight.apply(disable_fake_quant)
-    ts.check(model, "auto", world_size=2, example_inputs=(x,), dtype=None).raise_on_error()
+    ts.check(model, "auto", example_inputs=(x,), mesh=2, dtype=None).raise_on_error()
 
 
 ADAPTERS = {
@@ -189,4 +189,4 @@ ADAPTERS = {
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_that_ask_for_values(kind: str) -> None:
     model: Any = peft.get_peft_model(_Branch(lambda m, h: h), ADAPTERS[kind])  # type: ignore[arg-type]
-    ts.check(model.train(), "auto", world_size=2, example_inputs=(X,)).raise_on_error()
+    ts.check(model.train(), "auto", example_inputs=(X,), mesh=2).raise_on_error()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import holding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
@@ -122,7 +123,7 @@ def test_of_a_plan(mesh: dict[str, int], data: Any) -> None:
         MACHINES["h100x8"], launch=0.0, latency=0.0, link_bandwidth=1e30, network_bandwidth=1e30, network_latency=0.0
     )
     for machine in ("h100x8", free):
-        plan = ts.plan(model, mesh=mesh, data=data, example_inputs=(part,), machine=machine)
+        plan = ts.plan(model, example_inputs=(part,), mesh=holding(mesh, data), objective={"machine": machine})
         assert plan.costs.step is not None
         sent = sum(c.seconds for each in plan.axes if each.data for c in each.costs.collectives)
         assert plan.costs.step == pytest.approx(sum(plan.step_seconds.values()))
@@ -144,7 +145,7 @@ def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
     unfused = dataclasses.replace(plain, elementwise_bandwidth=1e9)
     model, x = MLP(8, 16, 8), torch.randn(4, 8)
     base, late, read = (
-        sum(ts.plan(model, world_size=1, example_inputs=(x,), machine=m).costs.compute.values())
+        sum(ts.plan(model, example_inputs=(x,), mesh=1, objective={"machine": m}).costs.compute.values())
         for m in (plain, slow, unfused)
     )
     ops = [n for n in capture(model, (x,)).graph.graph.nodes if is_tensor_op(n)]

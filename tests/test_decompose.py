@@ -62,8 +62,8 @@ def test_what_it_becomes_is_split(body: Callable[[Tensor], Tensor], world: int) 
     model, x = _Body(body), (torch.randn(4, 6).requires_grad_(),)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an op without a rule would warn
-        plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=world, example_inputs=x)
-    report = ts.check(model, plan, world_size=world, example_inputs=x)
+        plan = ts.plan(model, {"up": "column", "down": "row"}, example_inputs=x, mesh=world)
+    report = ts.check(model, plan, example_inputs=x, mesh=world)
     assert report.ok, str(report)
 
 
@@ -87,14 +87,14 @@ class _Labelled(nn.Module):
 
 @pytest.mark.nightly
 def test_a_loss_of_several_labels() -> None:
-    ts.check(_Labelled(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),)).raise_on_error()
+    ts.check(_Labelled(), {"up": "column"}, example_inputs=(torch.randn(4, 6),), mesh=2).raise_on_error()
 
 
 def test_a_singular_matrix_of_one_rank_is_seen_by_every_rank() -> None:
     model, x = _Inverses(), torch.ones(3, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        made = capture(model, (x,)).plan({}, 3, machine="cpu-gloo", layouts={"matrices": ts.S(0)})
+        made = capture(model, (x,)).plan({}, 3, objective={"machine": "cpu-gloo"}, layouts={"matrices": ts.S(0)})
     report = made.check()
     assert report.ok and made.plan.parameters["matrices"] == ts.S(0), str(report)
     for graph in made.rank_graphs():

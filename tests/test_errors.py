@@ -24,7 +24,7 @@ X = torch.randn(3, 12)
 
 
 def _plan(plan: Any, model: nn.Module | None = None, **kwargs: Any) -> Any:
-    return ts.plan(model or MLP(), plan, world_size=2, **({"example_inputs": (X,)} | kwargs))
+    return ts.plan(model or MLP(), plan, mesh=2, **{"example_inputs": (X,)} | kwargs)
 
 
 def _four_lines(error: ts.ShardError) -> str:
@@ -125,7 +125,7 @@ def test_a_plan_for_another_number_of_ranks(tmp_path: Path) -> None:
     ts.distributed.destroy_process_group()
     path = tmp_path / "plan.json"
     path.write_text(made.to_json())
-    assert ts.check(MLP(), path, world_size=2, example_inputs=(X,)).ok
+    assert ts.check(MLP(), path, example_inputs=(X,), mesh=2).ok
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"version": 99}', "no/such/file.json"])
@@ -149,7 +149,7 @@ def test_a_plan_of_another_model() -> None:
 
 def test_an_input_on_another_device() -> None:
     model = MLP().to("meta")
-    assert ts.plan(model, {"up": "column"}, world_size=2, example_inputs=(X.to("meta"),))
+    assert ts.plan(model, {"up": "column"}, example_inputs=(X.to("meta"),), mesh=2)
     fake = _Elsewhere(X)
     with pytest.raises(ts.InputError, match="is on") as caught:
         _plan({}, example_inputs=(fake,))
@@ -210,8 +210,8 @@ def test_casts_moves_and_assigned_states_are_followed() -> None:
 
 BAD: dict[str, Callable[[], Any]] = {
     "key": lambda: _plan({nn.Linear: "column"}),
-    "ranks": lambda: ts.plan(MLP(), {}, world_size=0, example_inputs=(X,)),
-    "check ranks": lambda: ts.check(MLP(), {}, world_size="2", example_inputs=(X,)),  # type: ignore[arg-type]
+    "ranks": lambda: ts.plan(MLP(), {}, example_inputs=(X,), mesh=0),
+    "check ranks": lambda: ts.check(MLP(), {}, example_inputs=(X,), mesh="2"),  # type: ignore[arg-type]
     "function": lambda: ts.shard(lambda x: x, {}),  # type: ignore[arg-type]
     "script": lambda: ts.shard(torch.jit.trace(MLP(), X), {}),
     "keyword inputs": lambda: _plan({}, example_kwargs=[1]),
@@ -248,7 +248,7 @@ def test_an_op_that_gives_lists_within_its_results() -> None:
             return torch.histogramdd(x, [2, 2]).hist
 
     with pytest.raises(ts.CaptureError, match="list within its results") as caught:
-        ts.plan(Histogram(), {}, world_size=2, example_inputs=(torch.rand(5, 2),))
+        ts.plan(Histogram(), {}, example_inputs=(torch.rand(5, 2),), mesh=2)
     _four_lines(caught.value)
 
 
@@ -275,9 +275,9 @@ def test_values_that_neither_the_model_nor_the_files_have(tmp_path: Path) -> Non
 
 def test_more_ranks_than_elements_where_ranks_divide_the_batch() -> None:
     model, x = nn.Linear(2, 2), torch.randn(8, 2)
-    assert "more than any dim" in _raises(lambda: ts.plan(model, world_size=4, example_inputs=(x,)))
+    assert "more than any dim" in _raises(lambda: ts.plan(model, example_inputs=(x,), mesh=4))
     for data in ("replicate", "shard"):
-        assert ts.check(model, "auto", world_size=4, example_inputs=(x,), data=data).ok
+        assert ts.check(model, "auto", example_inputs=(x,), mesh={"dp": (4, data)}).ok
 
 
 @pytest.mark.parametrize(
@@ -293,19 +293,19 @@ def test_more_ranks_than_elements_where_ranks_divide_the_batch() -> None:
 )
 def test_what_no_plan_can_fit_says_what_would_help(ranks: dict[str, Any], share: int, advice: str) -> None:
     size = 4 * sum(p.nbytes for p in MLP().parameters()) / share
-    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), memory=0.99 * size, **ranks))
+    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), objective={"memory": 0.99 * size}, **ranks))
     assert "no plan for 4 ranks" in text and f"try:   {advice}" in text
 
 
 def test_several_axes_without_a_word_are_named_together() -> None:
-    text = _raises(lambda: ts.plan(MLP(), mesh={"a": 2, "b": 2, "c": 2}, data={"a": "replicate"}, example_inputs=(X,)))
+    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), mesh={"a": (2, "replicate"), "b": 2, "c": 2}))
     data = {"a": "replicate", "b": "replicate"}
     assert str(data) in text
-    assert ts.plan(MLP(), mesh={"a": 2, "b": 2, "c": 2}, data=data, example_inputs=(X[:2],))
+    assert ts.plan(MLP(), example_inputs=(X[:2],), mesh={"a": (2, data), "b": (2, data), "c": 2})
 
 
 def test_styles_that_a_layer_can_have_are_named() -> None:
-    text = _raises(lambda: ts.plan(nn.LSTM(4, 8), {"": "row"}, world_size=2, example_inputs=(torch.randn(3, 2, 4),)))
+    text = _raises(lambda: ts.plan(nn.LSTM(4, 8), {"": "row"}, example_inputs=(torch.randn(3, 2, 4),), mesh=2))
     assert "the model can't be split by row" in text and "try:   'column' or 'replicate'" in text
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import transformers.integrations.moe
+from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
@@ -54,18 +55,18 @@ def test_experts_are_split_inside(world: int) -> None:
     model, inputs = _model()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plan = ts.plan(model, "auto", world_size=world, example_inputs=inputs)
+        plan = ts.plan(model, "auto", example_inputs=inputs, mesh=world)
     assert (plan.parameters["up"], plan.parameters["down"]) == (ts.S(2), ts.S(1))
     assert {c.name: c.calls for c in plan.costs.collectives if c.forward.nbytes} == {"reduce": 1}
-    report = ts.check(model, plan, world_size=world, example_inputs=inputs)
+    report = ts.check(model, plan, example_inputs=inputs, mesh=world)
     assert report.ok, str(report)
 
 
 def test_pytorchs_own_product() -> None:
     model, inputs = _model(inner=64, dtype=torch.bfloat16)
-    plan = ts.plan(model, "auto", world_size=2, example_inputs=inputs)
+    plan = ts.plan(model, "auto", example_inputs=inputs, mesh=2)
     assert (plan.parameters["up"], plan.parameters["down"]) == (ts.S(2), ts.S(1))
-    report = ts.check(model, plan, world_size=2, example_inputs=inputs, dtype=None)
+    report = ts.check(model, plan, example_inputs=inputs, mesh=2, dtype=None)
     assert report.ok, str(report)
 
 
@@ -74,20 +75,22 @@ def test_pytorchs_own_product() -> None:
 def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
     """Its rows must be multiples of 16 bytes: 40 elements of 2 bytes are 5 times 16, which 4 ranks can't split."""
     model, inputs = _model(inner=inner, dtype=torch.bfloat16)
-    plan = ts.plan(model, "auto", world_size=4, example_inputs=inputs)
+    plan = ts.plan(model, "auto", example_inputs=inputs, mesh=4)
     assert (plan.parameters["up"] == ts.S(2)) is is_split
-    report = ts.check(model, plan, world_size=4, example_inputs=inputs, dtype=None)
+    report = ts.check(model, plan, example_inputs=inputs, mesh=4, dtype=None)
     assert report.ok, str(report)
     if not is_split:
         with pytest.raises(ts.PlanError):
-            ts.plan(model, {"up": "column"}, world_size=4, example_inputs=inputs)
+            ts.plan(model, {"up": "column"}, example_inputs=inputs, mesh=4)
 
 
 @pytest.mark.parametrize("world, experts", [(2, 4), (3, 4), (4, 3)])
 def test_experts_across_ranks(world: int, experts: int) -> None:
     """Every rank has some experts, unsharded; with 3 experts the last of 4 ranks is empty."""
     model, inputs = _model(experts)
-    made = capture(model, inputs).plan({}, world, machine="cpu-gloo", layouts={"up": ts.S(0), "down": ts.S(0)})
+    made = capture(model, inputs).plan(
+        {}, world, objective={"machine": "cpu-gloo"}, layouts={"up": ts.S(0), "down": ts.S(0)}
+    )
     gathered = {c.value for c in made.plan.costs.collectives} & {"up", "down"}
     assert not gathered
     report = made.check()
@@ -105,7 +108,7 @@ def test_memory_of_a_mixture_on_meta() -> None:
     with torch.device("meta"):
         model = transformers.MixtralForCausalLM(config)
         ids = torch.empty(2, 6, dtype=torch.long)
-    plan = ts.plan(model, "auto", world_size=2, example_kwargs={"input_ids": ids}, memory="1GiB")
+    plan = ts.plan(model, "auto", example_kwargs={"input_ids": ids}, mesh=2, objective={"memory": "1GiB"})
     assert plan.costs.memory["parameters"] > 0
 
 
@@ -204,8 +207,8 @@ def test_ranks_sort_rows_of_their_own(move: Move, mesh: dict[str, int]) -> None:
     """With the batch split, ranks send only gradients of weights, over the batch's axis."""
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
     for data in ("replicate", "shard"):
-        ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
-    plan = ts.plan(model, {}, world_size=2, data="replicate", example_inputs=(x[:6],))
+        ts.check(model, "auto", mesh=holding(mesh, data), example_inputs=(x,)).raise_on_error()
+    plan = ts.plan(model, {}, example_inputs=(x[:6],), mesh={"dp": (2, "replicate")})
     assert {c.name for c in plan.costs.collectives if c.forward.nbytes or c.backward.nbytes} == {"copy"}
 
 
@@ -309,8 +312,8 @@ ACROSS += [_inverse_backwards, _padded, _counts_as_ends, _other_keys, _added_inv
 @pytest.mark.parametrize("move", ACROSS)
 def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
-    ts.check(model, {}, mesh={"dp": 2}, data="replicate", example_inputs=(x,)).raise_on_error()
-    plan = ts.plan(model, {}, world_size=2, data="replicate", example_inputs=(x[:6],))
+    ts.check(model, {}, example_inputs=(x,), mesh={"dp": (2, "replicate")}).raise_on_error()
+    plan = ts.plan(model, {}, example_inputs=(x[:6],), mesh={"dp": (2, "replicate")})
     assert not any("own_order" in node.meta for node in plan.graph.graph.nodes)
 
 
@@ -330,10 +333,10 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
     torch.manual_seed(0)
     model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
     call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    assert not ts.plan(model, {}, world_size=2, example_kwargs=call).data
+    assert not ts.plan(model, {}, example_kwargs=call, mesh=2).data
     with torch.device("meta"):  # here it counts integers, unlike on CPUs
         model = transformers.MixtralForCausalLM(config)
-    plan = ts.plan(model, {}, world_size=2, example_kwargs=call, memory="1GiB")
+    plan = ts.plan(model, {}, example_kwargs=call, mesh=2, objective={"memory": "1GiB"})
     assert plan.costs.memory["activations"] > 0
 
 

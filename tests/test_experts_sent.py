@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 import transformers.integrations.moe
+from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
@@ -39,14 +40,14 @@ NIGHTLY_MESHES = [({"dp": 2, "tp": 2}, "shard"), ({"dp": 4}, "shard_grad_op"), (
 )
 def test_rows_go_to_the_ranks_that_have_their_experts(move: Move, mesh: dict[str, int], data: Any) -> None:
     model, x = _Moved(move, WIDE).double(), torch.randn(16, 16, dtype=torch.float64).requires_grad_()
-    ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
-    plan = ts.plan(model, {}, mesh=mesh, data=data, example_inputs=(x[:4],), world_size=math.prod(mesh.values()))
+    ts.check(model, "auto", mesh=holding(mesh, data), example_inputs=(x,)).raise_on_error()
+    plan = ts.plan(model, {}, mesh=holding(mesh, data), example_inputs=(x[:4],))
     assert _sends(plan) == {"dispatch", "combine"}
 
 
 def test_a_step_at_experts_sends_what_was_planned() -> None:
     model, x = _Moved(_by_sizes, WIDE).double(), torch.randn(6, 16, dtype=torch.float64).requires_grad_()
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(x,))
+    plan = ts.plan(model, {}, example_inputs=(x,), mesh={"dp": (2, "shard")})
     parts = step_graphs(rank_graph(plan))
     sent = [c for c in plan.costs.collectives if c.name in ("dispatch", "combine")]
     duals = {"dispatch": "combine", "combine": "dispatch"}
@@ -106,7 +107,7 @@ def test_rows_whose_number_matters_stay(move: Move) -> None:
     """All rows choose one expert, so neither rank has half of them."""
     model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
     _skew(model, 0.0, 0.0, 0.5, 1.0)
-    ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
+    ts.check(model, {}, example_inputs=(x,), mesh={"dp": (2, "shard")}).raise_on_error()
 
 
 class _Named(nn.Module):
@@ -121,7 +122,7 @@ class _Named(nn.Module):
 
 def test_names_of_a_model_are_its_own() -> None:
     x = torch.randn(8, 16, dtype=torch.float64)
-    ts.check(_Named().double(), {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
+    ts.check(_Named().double(), {}, example_inputs=(x,), mesh={"dp": (2, "shard")}).raise_on_error()
 
 
 @pytest.mark.nightly
@@ -135,7 +136,7 @@ def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
     config._experts_implementation = "grouped_mm"
     model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
     call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_kwargs=call)
+    plan = ts.plan(model, {}, example_kwargs=call, mesh={"dp": (2, "shard")})
     assert plan.costs.memory["activations"] > 0 and "dispatch" in _sends(plan)
 
 
@@ -145,15 +146,15 @@ def test_rows_go_to_experts_that_do_not_divide() -> None:
     x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()
     for experts, sent in ((5, {"dispatch", "combine"}), (4, {"up", "down"})):
         model, _ = _model(experts, inner=WIDE)
-        ts.check(model, {}, world_size=3, data="shard", example_inputs=(x,)).raise_on_error()
-        plan = ts.plan(model, {}, world_size=3, data="shard", example_inputs=(x[:4],))
+        ts.check(model, {}, example_inputs=(x,), mesh={"dp": (3, "shard")}).raise_on_error()
+        plan = ts.plan(model, {}, example_inputs=(x[:4],), mesh={"dp": (3, "shard")})
         assert _sends(plan) == sent
 
 
 @pytest.mark.parametrize(("rows", "sent"), [(8, {"dispatch", "combine"}), (40_000, {"up", "down"})])
 def test_what_costs_less_is_sent(rows: int, sent: set[str]) -> None:
     model, _ = _model(inner=WIDE)
-    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(torch.empty(rows, 16, device="meta"),))
+    plan = ts.plan(model, {}, example_inputs=(torch.empty(rows, 16, device="meta"),), mesh={"dp": (2, "shard")})
     assert _sends(plan) == sent
 
 
@@ -164,7 +165,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Any, parts: int) -> float:
         model = _Moved(move, WIDE).double()
         if skewed:
             _skew(model, 1.0, 0.5, 0.0, 0.0)
-        sharded = ts.shard(copy.deepcopy(model), {}, mesh=mesh, data=data)
+        sharded = ts.shard(copy.deepcopy(model), {}, mesh=holding(mesh, data))
         part = rank * parts // torch.distributed.get_world_size()
         optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
         for step, rows in enumerate((12, 12, 24, 12)):

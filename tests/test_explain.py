@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
@@ -57,7 +58,7 @@ def test_every_collective_is_explained_with_the_users_line() -> None:
 
 @functools.cache
 def _of_gpt() -> ts.Plan:
-    return ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
+    return ts.plan(GPT(), "auto", example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2, mesh=2)
 
 
 @nightly("*-table", "80-step")
@@ -86,7 +87,7 @@ def test_layers_that_differ_have_a_line_each() -> None:
     """Layers of two kinds have separate lines, even if these have the same name."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     pins = {"[13]": "row", "[45]": "replicate"}
-    plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),))
+    plan = ts.plan(model, pins, example_inputs=(torch.randn(4, 8),), mesh=2)
     rows = [line.split("  ")[:2] for line in re.sub(" {2,}", "  ", str(plan)).splitlines() if line.startswith("*")]
     assert rows == [["* ×2", "weight[8,8@tp], bias[8]"], ["* ×2", "weight[8,8], bias[8]"]]
 
@@ -95,7 +96,10 @@ def test_sizes_have_names() -> None:
     """The call's first two dims, and the length of carried values, are shown by name."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
-    decode = ts.explain(ts.plan(model, world_size=2, mode="infer", batch=2, length=5), level="node")
+    decode = ts.explain(
+        ts.plan(model, example_inputs=ts.DecodeStep(batch=2, length=5), mesh=2, objective={"mode": "infer"}),
+        level="node",
+    )
     assert "f32[batch,1,32]" in decode and "f32[batch,2@tp,past + 1,16]" in decode
     batch = torch.randn(4, 8, 16)
     plan = ts.plan(MLP(), mesh={"dp": 2, "tp": 2}, example_inputs=(batch,))
@@ -105,7 +109,7 @@ def test_sizes_have_names() -> None:
 
 
 def test_a_plan_and_a_report_are_short_to_look_at() -> None:
-    made, report = _mlp(), ts.check(MLP(), "auto", world_size=2, example_inputs=(torch.randn(2, 8, 16),))
+    made, report = _mlp(), ts.check(MLP(), "auto", example_inputs=(torch.randn(2, 8, 16),), mesh=2)
     assert repr(made.plan) == f"<{str(made.plan).splitlines()[0]}>" and repr(report).startswith("<exact: 2 ranks")
     shown = made.plan._repr_html_()
     assert shown.startswith("<pre>plan for 2 ranks") and "I -&gt; R" not in shown and str(made.plan)[:40] in shown
@@ -149,7 +153,7 @@ def test_all_axes_of_a_mesh_are_shown() -> None:
     """Shows a value's sharding, each collective's axis, and the step of any rank, also with uneven slices."""
     x = torch.randn(4, 8, 16, requires_grad=True)
     mesh, pins = {"dp": 2, "tp": 3}, {"up": "column", "down": "row"}
-    plan = ts.plan(MLP(), pins, mesh=mesh, data="shard", example_inputs=(x,), machine="cpu-gloo")
+    plan = ts.plan(MLP(), pins, example_inputs=(x,), mesh=holding(mesh, "shard"), objective={"machine": "cpu-gloo"})
     parts = [ts.explain(plan).partition("\n\nover dp, ")[2], ts.explain(plan, level="node")]
     parts += [ts.explain(plan, level="step", rank=5)]
     check_golden("mesh_explained.txt", re.sub(r" *test_explain.py:\d+", "", "\n\n".join(parts)) + "\n")
@@ -167,14 +171,16 @@ def test_gradients_of_a_layer_go_in_one_message() -> None:
 def test_gradients_of_casts_are_summed_in_the_parameters_dtype() -> None:
     example = torch.randn(2, 8, 16)
     with torch.autocast("cpu", torch.bfloat16):
-        plan = ts.plan(MLP(), {}, world_size=2, example_inputs=(example,), data="shard")
+        plan = ts.plan(MLP(), {}, example_inputs=(example,), mesh={"dp": (2, "shard")})
     told = ts.explain(plan, level="step")
     check_golden("autocast_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
 
 
 def test_a_step_tells_what_is_computed_again() -> None:
     example = (torch.randn(2, 8, 16),)
-    plan = ts.plan(MLP(), {"up": "column", "down": "row"}, world_size=2, example_inputs=example, recompute=["up", ""])
+    plan = ts.plan(
+        MLP(), {"up": "column", "down": "row"}, example_inputs=example, mesh=2, objective={"recompute": ["up", ""]}
+    )
     told = ts.explain(plan, level="step", rank=1)
     assert "backward: 1 collective, 1 behind other ops; " in told and "ops of forward run again" in told
     assert "computed again" in told and "run again" not in ts.explain(_mlp().plan, level="step")
@@ -188,7 +194,7 @@ def test_steps_that_are_none(plan: object, rank: int, text: str) -> None:
     model = MLP()
     if plan == "frozen":
         model.requires_grad_(False)
-    made = ts.plan(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(torch.randn(2, 8, 16),))
+    made = ts.plan(model, {"up": "column", "down": "row"}, example_inputs=(torch.randn(2, 8, 16),), mesh=2)
     with pytest.raises(ts.InputError, match=text):
         ts.explain(made, level="step", rank=rank)
 
@@ -212,7 +218,7 @@ class Ordered(nn.Module):
 
 def test_explain_lists_what_had_to_be_gathered_worst_first() -> None:
     with pytest.warns(UserWarning, match="gathered per step for aten.sort.default"):
-        plan = ts.plan(Ordered(), {"up": "column", "wide": "column"}, world_size=2, example_inputs=(torch.randn(4, 8),))
+        plan = ts.plan(Ordered(), {"up": "column", "wide": "column"}, example_inputs=(torch.randn(4, 8),), mesh=2)
     told = [line for line in ts.explain(plan).splitlines() if "gathered per step" in line]
     assert [line.split(" for ")[1].split()[0] for line in told] == ["aten.cumsum.default", "aten.sort.default"]
     assert "test_explain.py:" in told[0] and "what is marked ! may not be split: a !b -> a !b" in told[0]
@@ -233,7 +239,9 @@ class Scanned(nn.Module):
 def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
     machine = ts.Machine("m", 40e9, 8e9, 0.8e9, 8e-5, 1.5e-4)
     with pytest.warns(UserWarning) as heard:
-        plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),), machine=machine)
+        plan = ts.plan(
+            Scanned(), "auto", example_inputs=(torch.randn(4, 256, 64),), mesh=2, objective={"machine": machine}
+        )
     told = [str(w.message) for w in heard]
     assert {w.filename for w in heard} == {__file__}  # the caller's line, not the library's
     assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
@@ -261,11 +269,11 @@ def test_unrequested_whole_weights_are_reported_with_their_bytes() -> None:
     with pytest.warns(
         UserWarning, match=r"torch.lstm \(node lstm.*whole on every rank with 104.0 KiB.*: its rule does not split"
     ):
-        ts.plan(Projected(), "auto", world_size=2, example_inputs=example)
+        ts.plan(Projected(), "auto", example_inputs=example, mesh=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ts.plan(Projected(), {"lstm": "replicate"}, world_size=2, example_inputs=example)
-        ts.plan(Projected(), "auto", world_size=1, example_inputs=example)
+        ts.plan(Projected(), {"lstm": "replicate"}, example_inputs=example, mesh=2)
+        ts.plan(Projected(), "auto", example_inputs=example, mesh=1)
 
 
 IDS = torch.randint(29, (4, 8))
@@ -294,21 +302,21 @@ def test_a_value_that_is_gathered_once_for_several_ops_counts_once() -> None:
             return y.cumsum(-1) + y.cumsum(-1).square()
 
     with pytest.warns(UserWarning):
-        plan = ts.plan(Twice(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(16, 8),))
+        plan = ts.plan(Twice(), {"up": "column"}, example_inputs=(torch.randn(16, 8),), mesh=2)
     assert plan.costs.whole and all(kind.nbytes <= plan.costs.nbytes for kind in plan.costs.whole)
 
 
 @pytest.mark.nightly
 def test_an_axis_without_a_name_that_divides_the_batch_is_dp() -> None:
     for way in ("replicate", "shard"):
-        plan = ts.plan(MLP(), {}, world_size=2, data=way, example_inputs=(torch.randn(2, 8, 16),))
+        plan = ts.plan(MLP(), {}, example_inputs=(torch.randn(2, 8, 16),), mesh={"dp": (2, way)})
         told = f"{plan}\n{ts.explain(plan)}\n{ts.explain(ts.Plan.from_json(plan.to_json()))}"
         assert "@dp" in told and "@tp" not in told
 
 
 @pytest.mark.nightly
 def test_a_part_of_a_step_saves_no_more_than_the_whole() -> None:
-    plan = ts.plan(GPT(p=0.0), world_size=2, data="shard", example_inputs=(IDS, IDS))
+    plan = ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), mesh={"dp": (2, "shard")})
     held = []
     for module in ("", "blocks.0", "blocks.0.attn", "blocks.0.attn.q"):
         (size, unit), *_ = re.findall(r"([\d.]+) (B|KiB|MiB) saved", ts.explain(plan, level="step", module=module))
@@ -320,6 +328,6 @@ def test_a_part_of_a_step_saves_no_more_than_the_whole() -> None:
 
 def test_a_collective_within_an_op_has_the_type_of_what_it_sends() -> None:
     lstm = nn.LSTM(8, 6, batch_first=True)
-    plan = ts.plan(lstm, {"": "column"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))
+    plan = ts.plan(lstm, {"": "column"}, example_inputs=(torch.randn(3, 4, 8),), mesh=2)
     types = {c.type for c in plan.costs.collectives if c.is_inside and c.name == "all_gather"}
     assert types and all(text.endswith(",6]") for text in types)

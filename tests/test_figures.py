@@ -18,10 +18,10 @@ import torchshard as ts
 from tests.captured import planned_case
 from tests.helpers import nightly
 from tests.models import MLP
+from torchshard.core.units import size_text, time_text
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.ir.sizes import value_text
-from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.lanes import ICON
 from torchshard.report.drawing.outline import Box, Frame, outline
@@ -40,7 +40,7 @@ def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
     return ts.plan(
-        nn.Sequential(*blocks), mesh={"dp": 2, "tp": 3}, data=data, example_inputs=(torch.randn(8, 16),), **options
+        nn.Sequential(*blocks), example_inputs=(torch.randn(8, 16),), mesh={"dp": (2, data), "tp": 3}, **options
     )
 
 
@@ -133,7 +133,7 @@ def test_a_tied_weight_is_held_once() -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.tokens(ids))
 
-    plan = ts.plan(Tied(), world_size=2, example_inputs=(torch.zeros(2, 5, dtype=torch.long),))
+    plan = ts.plan(Tied(), example_inputs=(torch.zeros(2, 5, dtype=torch.long),), mesh=2)
     (group,) = memory_of_ranks(plan)
     assert group.nbytes["parameters"] == group.nbytes["gradients"] == plan.parameter_bytes()[1]
 
@@ -208,7 +208,7 @@ def test_of_a_model_without_layers_the_largest_part_that_a_figure_can_show_is_dr
                       (("up", (16, width)), ("down", (width, 16)))})  # fmt: skip
 
     model = Net(stem=nn.Linear(16, 16), body=Net(first=part(32), second=part(64), third=part(32)))
-    plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(4, 16),))
+    plan = ts.plan(model, example_inputs=(torch.randn(4, 16),), mesh=2)
     assert plan.graph is not None and len(stations(plan.graph.graph, "body")) > MOST_STATIONS
     assert busiest_layer(plan) == "body.second"
     assert _of(_figure(plan, tmp_path, "auto"), "l-name")[0].text == "body.second on 2 ranks"
@@ -260,7 +260,7 @@ def test_many_small_modules_are_one_row(tmp_path: Path) -> None:
                 x = layer(x) * 2
             return x
 
-    plan = ts.plan(Many(), world_size=2, example_inputs=(torch.randn(4, 4),))
+    plan = ts.plan(Many(), example_inputs=(torch.randn(4, 4),), mesh=2)
     ts.draw({2: plan, 3: plan}, tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()
     assert "2 and 3</h1>" in text and "Where the time of a step goes" in text
@@ -303,7 +303,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
     pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
     mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
     split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
-    alone = ts.plan(model, pins[0], world_size=2, example_inputs=(x,))
+    alone = ts.plan(model, pins[0], example_inputs=(x,), mesh=2)
     sent = [sum(each.costs.nbytes for each in plan.axes) for plan in (alone, split, whole)]
     assert sent[0] < sent[1] < sent[2]
     texts = [size_text(nbytes) for nbytes in sent]
@@ -313,7 +313,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
     assert "  ranks: 2 ranks -> 2 × 2 ranks (dp × tp)" in lines
     assert "  0.weight: [256@tp,64] -> [256@tp@dp,64]" in lines
     assert any(line.startswith("  memory of a step: not estimated -> ") for line in lines)
-    other = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.zeros(3, 12),))
+    other = ts.plan(MLP(), {}, example_inputs=(torch.zeros(3, 12),), mesh=2)
     assert "  0.weight: [256@tp,64] -> –" in ts.diff(alone, other).splitlines()
     for wrong in (lambda: ts.diff("a.json", alone), lambda: ts.diff(alone, model)):  # type: ignore[arg-type]
         with pytest.raises(ts.InputError, match="is no plan"):
@@ -321,7 +321,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
 
 
 def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> None:
-    made = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.randn(4, 12),), data="replicate")
+    made = ts.plan(MLP(), {}, example_inputs=(torch.randn(4, 12),), mesh={"dp": (2, "replicate")})
     assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1 and " of that in collectives" not in str(
         made
     )

@@ -20,7 +20,7 @@ def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
     def plan(styles: list[str]) -> ts.Plan:
         layers = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in styles)
         pins = {f"{i}.0": style for i, style in enumerate(styles)}
-        return ts.plan(nn.Sequential(*layers), pins, world_size=2, example_inputs=(torch.randn(4, 16),))
+        return ts.plan(nn.Sequential(*layers), pins, example_inputs=(torch.randn(4, 16),), mesh=2)
 
     ts.draw([plan(["column"] * 4), plan(["replicate", "row", "row", "replicate"])], tmp_path / "x.html")
     rows = re.findall(r'<th scope="row">(\*\.0\.weight[^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<',
@@ -41,7 +41,7 @@ def test_two_plans_fold_the_same_layers_and_have_the_same_boxes(tmp_path: Path) 
     blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
     model, x = nn.Sequential(*blocks), torch.randn(4, 16)
     split, whole = (
-        ts.plan(model, pins, world_size=2, example_inputs=(x,))
+        ts.plan(model, pins, example_inputs=(x,), mesh=2)
         for pins in ({"*.0": "column", "*.2": "row"}, {"*": "replicate"})
     )
     ts.draw({"split": split, "whole": whole}, tmp_path / "two.html")
@@ -92,6 +92,8 @@ def test_pages_of_large_models_are_small(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
     ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
-    plan = ts.plan(model.bfloat16(), world_size=4, machine="h100x8", example_kwargs={"input_ids": ids, "labels": ids})
+    plan = ts.plan(
+        model.bfloat16(), example_kwargs={"input_ids": ids, "labels": ids}, mesh=4, objective={"machine": "h100x8"}
+    )
     ts.draw(plan, tmp_path / "t5.html")
     assert (tmp_path / "t5.html").stat().st_size < 150_000

@@ -243,5 +243,5 @@ BODIES = [
 )
 def test_views_and_writes(body: Callable[[Tensor], Tensor], plan: dict[str, str]) -> None:
     torch.manual_seed(0)
-    report = ts.check(_Program(body), plan, world_size=2, example_inputs=(torch.randn(3, 6).requires_grad_(),))
+    report = ts.check(_Program(body), plan, example_inputs=(torch.randn(3, 6).requires_grad_(),), mesh=2)
     assert report.ok, str(report)

@@ -289,7 +289,7 @@ def _elsewhere_by_default(rank: int, folder: str) -> dict[str, Any]:
         each.step()
     ts.save(folder, sharded, optimizer)
     ts.load(folder, sharded, optimizer)
-    report = ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,))
+    report = ts.check(model, {"up": "column", "down": "row"}, example_inputs=(x,), mesh=2)
     tsd.debug(True)
     received = tsd.recv(x, 0) if rank else tsd.send(x, 1)
     return {

@@ -69,18 +69,18 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a sharded model": ("the model is sharded already", lambda: ts.shard(_sharded(), PLAN)),
     "a wrapped model": ("a DistributedDataParallel can't be", lambda: ts.shard(DistributedDataParallel(_Plain()), {})),
     "a lazy model": ("parameter 'up.weight' is not initialised yet", lambda: ts.shard(_Lazy(), PLAN)),
-    "a sparse buffer": ("buffer edges is sparse_csr", lambda: ts.plan(_sparse(), world_size=2)),
+    "a sparse buffer": ("buffer edges is sparse_csr", lambda: ts.plan(_sparse(), mesh=2)),
     "a quantized weight": (
         "model.up.weight = torch.nn.Parameter(model.up.weight.dequantize())",
         lambda: ts.shard(_with("weight", _quantized(8, 6)), PLAN),
     ),
     "a quantized weight, planned": (
         "up.weight is of the class _Quantized",
-        lambda: ts.plan(_with("weight", _quantized(8, 6)), example_inputs=(_x(),), world_size=2),
+        lambda: ts.plan(_with("weight", _quantized(8, 6)), example_inputs=(_x(),), mesh=2),
     ),
     "a quantized buffer, checked": (
         "model.table = model.table.dequantize()",
-        lambda: ts.check(_with("table", _quantized(8)), PLAN, example_inputs=(_x(),), world_size=2),
+        lambda: ts.check(_with("table", _quantized(8)), PLAN, example_inputs=(_x(),), mesh=2),
     ),
     "a weight that computes otherwise": (
         "_Doubled.__torch_function__ computes them",

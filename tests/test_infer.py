@@ -28,7 +28,9 @@ def _llama() -> Any:
 
 
 def _step(model: nn.Module, batch: int, length: int, **options: Any) -> ts.Plan:
-    return ts.plan(model, world_size=2, mode="infer", batch=batch, length=length, **options)
+    return ts.plan(
+        model, example_inputs=ts.DecodeStep(batch=batch, length=length), mesh=2, objective={"mode": "infer"}, **options
+    )
 
 
 @pytest.mark.nightly
@@ -66,11 +68,16 @@ def test_the_longest_context_is_the_longest_that_can_be_planned(batch: int) -> N
     memory = 1.2 * _step(model, batch, 40, memory="1GiB").costs.memory["peak"]
     longest = _step(model, batch, 40, memory=memory).costs.context
     assert longest is not None and longest > 40
-    fits = ts.plan(model, _step(model, batch, 40, memory=memory), world_size=2, mode="infer", batch=batch,
-                   length=longest, memory=memory)  # fmt: skip
+    fits = ts.plan(model, _step(model, batch, 40, memory=memory), example_inputs=ts.DecodeStep(batch=batch, length=longest), mesh=2, objective={"mode": "infer", "memory": memory})  # fmt: skip
     assert fits.costs.memory["peak"] <= memory
     assert refused(
-        lambda: ts.plan(model, fits, world_size=2, mode="infer", batch=batch, length=longest + 1, memory=memory),
+        lambda: ts.plan(
+            model,
+            fits,
+            example_inputs=ts.DecodeStep(batch=batch, length=longest + 1),
+            mesh=2,
+            objective={"mode": "infer", "memory": memory},
+        ),
         "does not fit",
         ts.PlanError,
     )
@@ -87,7 +94,7 @@ def test_states_that_do_not_grow_limit_no_context() -> None:
 @pytest.mark.nightly
 def test_a_prompt_is_planned_without_a_cache() -> None:
     ids = torch.zeros(2, 16, dtype=torch.long)
-    plan = ts.plan(_llama(), world_size=2, mode="infer", example_kwargs={"input_ids": ids, "use_cache": False})
+    plan = ts.plan(_llama(), example_kwargs={"input_ids": ids, "use_cache": False}, mesh=2, objective={"mode": "infer"})
     assert plan.costs.calls[1] == 0 and not plan.inputs
 
 
@@ -100,7 +107,7 @@ def _served(rank: int, plan: str) -> tuple[int, int, float]:
     model = _llama().double()
     ids = torch.arange(12).reshape(2, 6)
     example = {"input_ids": ids, "use_cache": False}
-    sharded = ts.shard(copy.deepcopy(model), plan, example_kwargs=example, mode="infer")
+    sharded = ts.shard(copy.deepcopy(model), plan, example_kwargs=example, objective={"mode": "infer"})
     assert not any(node.meta.get("needs_grad") for node in sharded.graph.graph.nodes)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     with torch.no_grad():
@@ -136,8 +143,8 @@ def test_a_plan_for_inference_trains_exactly() -> None:
     ids = torch.arange(12).reshape(2, 6)
     model = _llama().double()
     example = {"input_ids": ids, "labels": ids, "use_cache": False}
-    plan = ts.plan(model, world_size=2, mode="infer", example_kwargs=example)
-    assert ts.check(model, plan, world_size=2, example_kwargs=example).ok
+    plan = ts.plan(model, example_kwargs=example, mesh=2, objective={"mode": "infer"})
+    assert ts.check(model, plan, example_kwargs=example, mesh=2).ok
 
 
 # --- invalid input ----------------------------------------------------------------------------------------------------
@@ -146,9 +153,11 @@ def test_a_plan_for_inference_trains_exactly() -> None:
 def test_options_that_do_not_go_together_are_refused() -> None:
     model, ids = _llama(), torch.zeros(1, 4, dtype=torch.long)
     example = {"input_ids": ids}
-    assert refused_input(lambda: ts.plan(model, world_size=2, example_kwargs=example, mode="serve"), "no mode")  # type: ignore[arg-type]
+    assert refused_input(lambda: ts.plan(model, example_kwargs=example, mesh=2, objective={"mode": "serve"}), "no mode")  # type: ignore[arg-type]
     assert refused_input(lambda: _step(model, 0, 4), "no size of a decode step")
-    assert refused_input(lambda: ts.plan(model, world_size=2, batch=2), "those of a decode step")
+    assert refused_input(
+        lambda: ts.plan(model, example_inputs=ts.DecodeStep(batch=2), mesh=2), "those of a decode step"
+    )
     assert refused_input(lambda: _step(model, 2, 4, example_kwargs=example), "those of a decode step")
     assert refused_input(lambda: _step(nn.Linear(4, 4), 2, 4), "no decode step of a Linear")
     assert refused_input(lambda: _step(model, 2, 4, recompute="*"), "nothing is computed again")
@@ -193,8 +202,8 @@ def test_ranks_send_two_numbers_for_a_token_and_not_the_logits(temperature: floa
     torch.manual_seed(0)
     model, x = Head(temperature).eval(), torch.randn(5, 8, dtype=torch.float64)
     x[1, 3] = torch.nan
-    plan = ts.plan(model.double(), {"head": "column"}, world_size=world, example_inputs=(x,), mode="infer")
-    assert ts.check(model, plan, world_size=world, example_inputs=(x,)).ok
+    plan = ts.plan(model.double(), {"head": "column"}, example_inputs=(x,), mesh=world, objective={"mode": "infer"})
+    assert ts.check(model, plan, example_inputs=(x,), mesh=world).ok
     (sent,) = (c for c in plan.costs.collectives if c.calls)
     assert sent.name == "gather" and sent.consumers == ("argmax",)
     assert plan.costs.nbytes <= (world - 1) * 2 * 8 * len(x)

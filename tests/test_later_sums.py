@@ -124,7 +124,7 @@ def test_accumulated_gradients_are_those_of_all_calls(world: int, names: list[st
 @nightly("replicate")
 @pytest.mark.parametrize("data", ["replicate", "shard"])
 def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
-    plan = ts.plan(_model(), {}, world_size=2, data=data, example_inputs=_own(_batch(2), 0))
+    plan = ts.plan(_model(), {}, example_inputs=_own(_batch(2), 0), mesh={"dp": (2, data)})
     assert plan.graph is not None
     local = rank_graph(plan)
     names = {node.name for node in local.graph.find_nodes(op="placeholder")}
@@ -143,7 +143,7 @@ def _summed(local: Any, *unsummed: str) -> set[str]:
 def _habits(rank: int, data: str) -> dict[str, bool]:
     """Tries unusual orders of calls, backwards and steps; returns whether each works or raises as expected."""
     model, batch = _model(p=0.0), _batch(2)
-    sharded, own = ts.shard(copy.deepcopy(model), {}, data=data), _own(batch, rank)
+    sharded, own = ts.shard(copy.deepcopy(model), {}, mesh=data), _own(batch, rank)
     optimizer = torch.optim.SGD(sharded.parameters(), 0.1)
     weight, found = sharded.get_parameter("head.weight"), {}
 
@@ -251,7 +251,7 @@ class Branches(nn.Module):
 def test_a_later_call_may_reach_other_parameters(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Branches().double(), torch.randn(8, 6).double()
-    sharded = ts.shard(copy.deepcopy(model), {}, data="shard")
+    sharded = ts.shard(copy.deepcopy(model), {}, mesh="shard")
     with sharded.no_sync():
         sharded(x[4 * rank :][:4], True).backward()
     sharded(x[4 * rank :][:4], False).backward()
@@ -266,7 +266,7 @@ def test_under_autocast(rank: int) -> None:
     """Partial gradients in float32 of parameters that autocast casts are summed in float32."""
     torch.manual_seed(0)
     model, x = Casts(), torch.randn(2, 6, 8)
-    sharded, found = ts.shard(copy.deepcopy(model), {}, data="shard"), True
+    sharded, found = ts.shard(copy.deepcopy(model), {}, mesh="shard"), True
     for turn in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             losses = [model(part) for part in x[turn].split(3)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import transformers
+from helpers import holding
 from torch import nn
 
 import torchshard as ts
@@ -43,7 +44,7 @@ from torchshard.testing import (
 )
 def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> None:
     with pytest.raises(ts.InputError, match=told):
-        ts.plan(nn.Linear(4, 4), world_size=4, mesh=mesh, data=data, example_inputs=(torch.ones(4, 4),))
+        ts.plan(nn.Linear(4, 4), mesh=holding(mesh, data), example_inputs=(torch.ones(4, 4),))
 
 
 @pytest.mark.nightly
@@ -51,7 +52,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     model, batch, mesh = _model(p=0.0), _batch(2), {"dp": 2, "tp": 2}
     part = _own(batch, 0)
     plan = ts.plan(model, "auto", mesh=mesh, example_inputs=part)
-    alone = ts.plan(model, "auto", world_size=2, example_inputs=part)
+    alone = ts.plan(model, "auto", example_inputs=part, mesh=2)
     assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices
     told, of_one = (ts.explain(each).partition("\nmodule ")[2] for each in (plan, alone))
     told, _, over_dp = told.partition("\n\nover dp, 2 parts of the batch (replicate): ")
@@ -59,7 +60,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     assert "without it:" in told and over_dp  # a mesh plan gives costs of alternatives, too
     report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
     assert report.ok and report.world_size == 4
-    of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
+    of_batch = ts.plan(model, {}, example_inputs=part, mesh={"dp": (2, "replicate")})
     with pytest.raises(ts.PlanError, match="the plan divides something else than it is asked for"):
         ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
 
@@ -69,7 +70,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
 def test_a_plan_has_what_dividing_the_batch_costs(data: Any) -> None:
     made, part = _planned(data, PLAN), _own(_batch(2), 0)
     model = made.model
-    plan = ts.plan(model, PLAN, mesh=MESHES[0], data=data, example_inputs=part, memory="1GiB")
+    plan = ts.plan(model, PLAN, example_inputs=part, mesh=holding(MESHES[0], data), objective={"memory": "1GiB"})
     batch = plan.axes[0]
     assert batch is not None and batch.world_size == 2 and batch.data == data
     state = dataclasses.replace(made, program=dataclasses.replace(made.program, plan=plan)).state(0)
@@ -138,7 +139,7 @@ def test_a_limit_of_memory_counts_what_all_axes_divide(data: Any) -> None:
         model, ids = transformers.LlamaForCausalLM(config), torch.zeros(4, 32, dtype=torch.long)
     call: dict[str, Any] = {"example_kwargs": {"input_ids": ids, "labels": ids, "use_cache": False}}
     mesh = {"dp": 4, "tp": 2}
-    plan = ts.plan(model, {}, mesh=mesh, data=data, memory="1GiB", **call)
+    plan = ts.plan(model, {}, mesh=holding(mesh, data), objective={"memory": "1GiB"}, **call)
     first, made = plan.costs.memory, plan.axes[0].costs.memory
     for kind in ("parameters", "gradients", "optimizer"):
         assert abs(first[kind] / made[kind] - 1) < 1e-3, (kind, first, made)
@@ -146,5 +147,8 @@ def test_a_limit_of_memory_counts_what_all_axes_divide(data: Any) -> None:
     if data == "shard":
         limit = 1.9 * sum(p.numel() * p.itemsize for p in model.parameters())  # two ranks need 2.0 times
         with pytest.raises(ts.PlanError, match="no plan for 2 ranks fits"):
-            ts.plan(model, {}, world_size=2, memory=limit, **call)
-        assert ts.plan(model, {}, mesh=mesh, data=data, memory=limit, **call).costs.memory["peak"] <= limit
+            ts.plan(model, {}, mesh=2, objective={"memory": limit}, **call)
+        assert (
+            ts.plan(model, {}, mesh=holding(mesh, data), objective={"memory": limit}, **call).costs.memory["peak"]
+            <= limit
+        )

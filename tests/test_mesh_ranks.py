@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import transformers
+from helpers import holding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -39,7 +40,9 @@ def test_sums_that_the_backward_waits_for_are_hidden_behind_products(data: Any) 
     blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
     mesh = {"fsdp": 2, "dp": 2, "tp": 2} if data is HYBRID else MESHES[0]
     x = torch.randn(4, 8, requires_grad=True)
-    plan = ts.plan(nn.Sequential(*blocks), {"*.1": "column", "*.3": "row"}, mesh=mesh, data=data, example_inputs=(x,))
+    plan = ts.plan(
+        nn.Sequential(*blocks), {"*.1": "column", "*.3": "row"}, mesh=holding(mesh, data), example_inputs=(x,)
+    )
     nodes = [*step_graphs(rank_graph(plan)).backward.graph.nodes]
     groups = {node: str(node.args[-1]) for node in nodes if begun(node)}
     awaited = [node for node, group in groups.items() if group.rpartition("/")[2] == "model"]
@@ -59,7 +62,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Any, kinds: tuple[str, ...],
     for kind in kinds:
         model = _model_of(kind)
         torch.manual_seed(1)
-        sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh=mesh, data=data)
+        sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh=holding(mesh, data))
         assert (tsd.get_group_size(), tsd.get_data_parallel_size(), tsd.get_data_parallel_rank()) == (tp, dp, part)
         assert any(layout != ts.I for layout in sharded.layouts.values()) is (tp > 1)
         worst[kind], trained = _train_both(kind, model, sharded, dp, part, (12, 12, 24))
@@ -81,7 +84,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Any, kinds: tuple[str, ...],
 
     after, ways = [], WAYS if thorough else ()
     for into in (*({**dict.fromkeys(data, way)} for way in ways), data):
-        other = ts.shard(_model_of(kind), "auto", first, mesh=mesh, data=into)
+        other = ts.shard(_model_of(kind), "auto", first, mesh=holding(mesh, into))
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
         ts.load(folder, other, optimizer)
         worst[f"loaded, {into}"] = _worst(other.full_state_dict(), whole)
@@ -103,7 +106,7 @@ def _clipped(rank: int, data: Any) -> list[float]:
     """
     model, batch, x = _model(p=0.0), _batch(2), torch.randn(3, 6, dtype=torch.float64)
     other, own = nn.Linear(6, 4).double(), _own(batch, rank // 2)
-    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 2}, data=data)
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": (2, data), "tp": 2})
     beside = ts.shard(copy.deepcopy(other), {"": "column"}, (x,))
     found = list[float]()
     for order, turn in itertools.product((1.0, 2.0, math.inf), (1, -1)):
@@ -138,8 +141,8 @@ def _beside(rank: int) -> dict[str, Any]:
         found[f"{wrong} on one rank"] = refused(lambda m=mesh: ts.shard(_model(p=0.0), {}, own, mesh=m), told)
         found[f"{wrong} leaves nothing"] = not tsd.is_initialized()
     models = [
-        ts.shard(_model(p=0.0), {}, own, mesh={"dp": 2, "fsdp": 2}, data=HYBRID),
-        ts.shard(_model(p=0.0), {}, own, mesh={"dp": 4, "tp": 1}, data="shard"),
+        ts.shard(_model(p=0.0), {}, own, mesh={"dp": (2, HYBRID), "fsdp": 2}),
+        ts.shard(_model(p=0.0), {}, own, mesh={"dp": (4, "shard"), "tp": 1}),
     ]
     for model in models:
         model(*own)[0].backward()
@@ -152,7 +155,7 @@ def _beside(rank: int) -> dict[str, Any]:
     told = 'mesh={"dp": 4, "tp": 1}; or destroy_process_group()'
     found["another"] = refused(lambda: ts.shard(_model(), {}, own, mesh={"x": 4}), told, ts.DistributedError)
     told = "the ranks divide the batch, and no mesh says which ranks"
-    found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, data="replicate"), told)
+    found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, mesh="replicate"), told)
     one: dict[str, Any] = {"mesh": {"dp": 4, "tp": 1}, "data": "shard"} if rank else {}
     differs = "the ranks have different meshes"
     found["no mesh on one rank"] = refused(lambda: ts.shard(_model(), {}, own, **one), differs, ts.DistributedError)
@@ -172,7 +175,7 @@ def _of_one(rank: int) -> dict[str, Any]:
     expected(*_batch(2))[0].backward()
     ts.distributed.init_process_group(1)
     for way in WAYS:
-        sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 1}, data=way)
+        sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": (2, way), "tp": 1})
         for _ in range(2):
             sharded.zero_grad()
             sharded(*own)[0].backward()
@@ -181,10 +184,10 @@ def _of_one(rank: int) -> dict[str, Any]:
         found[f"{way}, differs"] = refused_input(differs, "different arguments")
     slices = sharded.state_dict()
     ts.distributed.destroy_process_group()
-    of_one_axis = ts.shard(copy.deepcopy(model), {}, own, data="shard")
+    of_one_axis = ts.shard(copy.deepcopy(model), {}, own, mesh="shard")
     of_one_axis.load_state_dict(slices)
     found["of one axis"] = _worst(of_one_axis.full_state_dict(), model.state_dict())
-    told = refused(lambda: ts.shard(_model(), {}, own, data=WAYS[rank]), "shard this model together")
+    told = refused(lambda: ts.shard(_model(), {}, own, mesh=WAYS[rank]), "shard this model together")
     return found | {"told": told}
 
 
@@ -200,7 +203,7 @@ def _read(rank: int, folder: str) -> dict[str, Any]:
     call = {"input_ids": ids.chunk(2)[part], "use_cache": False}
     expected: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).double()
     sharded: Any = ts.from_pretrained(
-        folder, "auto", example_kwargs=call, dtype="float64", mesh={"dp": 2, "tp": 2}, data="shard"
+        folder, "auto", example_kwargs=call, mesh={"dp": (2, "shard"), "tp": 2}, dtype="float64"
     )
     found: dict[str, Any] = {"read": _worst(sharded.full_state_dict(), expected.state_dict())}
     for model, inputs in ((sharded, call["input_ids"]), (expected, ids)):
@@ -265,7 +268,7 @@ def _wrong(rank: int, way: Any) -> dict[str, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, model, batch = mesh.get_local_rank("dp"), _model(p=0.0), _batch(2)
     own = _own(batch, data)
-    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=mesh, data={"dp": way})
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=holding(mesh, {"dp": way}))
     assert (tsd.get_group_size(), tsd.get_data_parallel_rank()) == (2, data)
     by_rank = tuple(t[rank : rank + 2] for t in batch)
     found = {}

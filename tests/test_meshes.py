@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
+from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
@@ -53,7 +54,7 @@ def _cases() -> Iterator[Any]:
 def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data: Any) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
-    report = ts.check(model, "auto", mesh=mesh, data=data, example_inputs=args, example_kwargs=kwargs)
+    report = ts.check(model, "auto", mesh=holding(mesh, data), example_inputs=args, example_kwargs=kwargs)
     assert report.ok and report.world_size == math.prod(mesh.values()), str(report)
 
 
@@ -69,7 +70,7 @@ class Pieces(nn.Module):
 
 
 def test_a_batch_of_one_size_alone_is_divided_over_two_axes() -> None:
-    report = ts.check(Pieces(), "auto", mesh={"dp": 2, "fsdp": 2}, data=HYBRID, example_inputs=(torch.randn(8, 6),))
+    report = ts.check(Pieces(), "auto", example_inputs=(torch.randn(8, 6),), mesh={"dp": (2, HYBRID), "fsdp": 2})
     assert report.ok, str(report)
 
 
@@ -89,7 +90,7 @@ class Fixed(nn.Module):
 def test_of_a_batch_that_forward_fixes_a_rank_has_its_part(rank: int) -> None:
     torch.manual_seed(0)
     model, x = Fixed().double(), torch.randn(8, 6).double()
-    sharded = ts.shard(copy.deepcopy(model), {}, mesh={"dp": 2, "tp": 1}, data="replicate")
+    sharded = ts.shard(copy.deepcopy(model), {}, mesh={"dp": (2, "replicate"), "tp": 1})
     mine = slice(4 * rank, 4 * rank + 4)
     with pytest.warns(UserWarning, match="the graph is for a batch of 8 alone"):
         part = sharded(x[mine])
@@ -143,7 +144,7 @@ class Uneven(nn.Module):
 def test_ranks_with_slices_of_other_sizes_divide_the_batch_in_one_way(data: Any) -> None:
     torch.manual_seed(0)
     plan = {"f": "row", "a": "column", "c": "replicate"}
-    report = ts.check(Uneven(), plan, mesh=MESHES[0], data=data, example_inputs=(torch.randn(4, 64),))
+    report = ts.check(Uneven(), plan, mesh=holding(MESHES[0], data), example_inputs=(torch.randn(4, 64),))
     assert report.ok, str(report)
 
 
@@ -163,7 +164,7 @@ class Bank(nn.Module):
 def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
     torch.manual_seed(0)
     call = (torch.randn(12, 8), torch.randn(rows, 8))
-    report = ts.check(Bank(), "auto", mesh=MESHES[1], axes="sequence", example_inputs=call)
+    report = ts.check(Bank(), "auto", example_inputs=call, mesh=MESHES[1], objective={"split": "sequence"})
     assert report.ok, str(report)
 
 
@@ -171,7 +172,7 @@ def _planned(data: Any, plan: Any) -> PlannedCall:
     """Plans a call on a mesh with two ranks along each axis."""
     by_name = data if isinstance(data, dict) else {"dp": data}
     call = capture(_model(p=0.0), _batch(2 ** len(by_name)))
-    return call.plan(plan, mesh=dict.fromkeys((*by_name, "tp"), 2), data=by_name)
+    return call.plan(plan, mesh=holding(dict.fromkeys((*by_name, "tp"), 2), by_name))
 
 
 PLAN = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.o": "row"}
@@ -258,7 +259,7 @@ def test_targets_of_the_whole_batch_in_a_buffer(mesh: dict[str, int]) -> None:
         torch.randint(0, 32, (4, 8)),
         {"head": "column"} if "tp" in mesh else {},
     )
-    assert ts.check(model, plan, mesh=mesh, data={"dp": "replicate"}, example_inputs=(ids,)).ok
+    assert ts.check(model, plan, mesh=holding(mesh, {"dp": "replicate"}), example_inputs=(ids,)).ok
 
 
 class Sine(nn.Module):
@@ -287,7 +288,9 @@ def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
     """Every rank draws the full batch's mask, and each batch axis in turn slices it."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
     mesh = {"dp": 2, "hosts": 2}
-    plan = ts.plan(model, mesh=mesh, data=dict.fromkeys(mesh, "replicate"), example_inputs=(torch.ones(8, 8).double(),))
+    plan = ts.plan(
+        model, mesh=holding(mesh, dict.fromkeys(mesh, "replicate")), example_inputs=(torch.ones(8, 8).double(),)
+    )
     assert len(plan.axes) == 3
     for of_axis in plan.across:
         assert {c.name for c in of_axis.costs.collectives} == {"copy"}

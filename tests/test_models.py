@@ -88,7 +88,7 @@ def test_ts_check_captures_by_itself() -> None:
     torch.manual_seed(0)
     model, inputs = case.build(), case.inputs()
     torch.manual_seed(0)
-    report = ts.check(model, case.plan, world_size=3, example_inputs=inputs)
+    report = ts.check(model, case.plan, example_inputs=inputs, mesh=3)
     same = checked(captured_case("fused_by_view"), case.plan, 3)
     assert report.ok and report.comparisons == same.comparisons
 
@@ -125,10 +125,10 @@ def test_a_weight_that_the_parent_uses() -> None:
     """MultiheadAttention never calls its `out_proj`."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     plan = {"self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}
-    made = ts.plan(layer, plan, world_size=2, example_inputs=(torch.randn(2, 3, 8),))
+    made = ts.plan(layer, plan, example_inputs=(torch.randn(2, 3, 8),), mesh=2)
     layout = made.parameters["self_attn.out_proj.weight"]
     assert isinstance(layout, Shard) and layout.dim == 1
-    report = ts.check(layer, plan, world_size=2, example_inputs=(torch.randn(2, 3, 8),))
+    report = ts.check(layer, plan, example_inputs=(torch.randn(2, 3, 8),), mesh=2)
     assert report.ok, str(report)
 
 
@@ -136,6 +136,6 @@ def test_a_running_mean_that_is_zero_on_paper_is_no_difference() -> None:
     """A norm's result and its convolution have mean zero, so the next norm's running mean is noise."""
     norms = nn.BatchNorm2d(6), nn.Conv2d(6, 10, 1, bias=False), nn.BatchNorm2d(10)
     model = nn.Sequential(nn.Conv2d(3, 6, 1), *norms)
-    report = ts.check(model, {"1": "replicate", "2": "column"}, world_size=2, example_inputs=(torch.randn(2, 3, 1, 1),))
+    report = ts.check(model, {"1": "replicate", "2": "column"}, example_inputs=(torch.randn(2, 3, 1, 1),), mesh=2)
     assert report.ok, str(report)
     assert {c.name for c in report.comparisons if c.kind == "buffer"} >= {"1.running_mean", "3.running_mean"}

@@ -52,7 +52,7 @@ def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) ->
     inputs = tuple(
         x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
     )
-    return model, capture(model, inputs).plan(case.plan, world_size, machine=SPLITTING).program, inputs
+    return model, capture(model, inputs).plan(case.plan, world_size, objective={"machine": SPLITTING}).program, inputs
 
 
 def _collectives(graph: fx.GraphModule) -> list[fx.Node]:

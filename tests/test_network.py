@@ -199,7 +199,7 @@ def test_axes_of_weights_are_what_spreads_from_their_dims(name: str) -> None:
 @pytest.fixture(scope="module")
 def plan() -> ts.Plan:
     case = CASES["gpt"]
-    return ts.plan(case.build(), world_size=2, example_inputs=case.inputs())
+    return ts.plan(case.build(), example_inputs=case.inputs(), mesh=2)
 
 
 def test_the_network_of_a_plan_has_its_choices(plan: ts.Plan) -> None:

@@ -62,7 +62,7 @@ def _check(world: int) -> tuple[ts.Report, list[str]]:
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        report = ts.check(Weighing(), PLAN, world_size=world, example_inputs=(torch.randn(2, 5, 6),))
+        report = ts.check(Weighing(), PLAN, example_inputs=(torch.randn(2, 5, 6),), mesh=world)
     return report, [str(w.message) for w in heard if "sharding rule" in str(w.message)]
 
 
@@ -83,7 +83,7 @@ def test_a_user_rule_keeps_the_op_split(world: int) -> None:
     with changed_rule(target, None):
         ts.rule(target, row="... c, c -> ... c", linear=[{0}])
         report, heard = _check(world)
-        made = ts.plan(Weighing(), PLAN, world_size=world, example_inputs=(torch.randn(2, 5, 6),))
+        made = ts.plan(Weighing(), PLAN, example_inputs=(torch.randn(2, 5, 6),), mesh=world)
         op = case(target, "_1 _0 c", f(2, 5, 7), f(7))
         assert all(run(op, choice, world).ok for choice in row_and_choices(op, world)[1])
     assert report.ok, str(report)
@@ -177,7 +177,7 @@ def test_means_of_halves_over_a_split_dim_do_not_overflow(dtype: torch.dtype, bo
     model.up = nn.Linear(6, 4096)
     nn.init.constant_(model.up.bias, 9.0)
     report = ts.check(
-        model.to(dtype), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6, dtype=dtype),), dtype=None
+        model.to(dtype), {"up": "column"}, example_inputs=(torch.randn(3, 6, dtype=dtype),), mesh=2, dtype=None
     )
     assert report.ok, str(report)
 
@@ -191,7 +191,7 @@ def test_a_failing_rule_is_reported_with_the_op_and_its_shapes() -> None:
         changed_rule(torch.ops.torchshard_tests.weigh.default, broken),
         pytest.raises(ts.RuleError, match=text) as caught,
     ):
-        ts.check(Weighing(), PLAN, world_size=2, example_inputs=(torch.randn(2, 5, 6),))
+        ts.check(Weighing(), PLAN, example_inputs=(torch.randn(2, 5, 6),), mesh=2)
     assert "KeyError" in str(caught.value) and ", 10], [10]" in str(caught.value)
 
 
@@ -210,7 +210,9 @@ def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
     torch.manual_seed(0)
     model, target = Loss(), torch.randint(4, (6000,))
     layouts = {"scores": ts.S("nv".index(axis))}
-    made = capture(model, (target,), dynamic=False).plan({}, 2, machine="cpu-gloo", axes="all", layouts=layouts)
+    made = capture(model, (target,), dynamic=False).plan(
+        {}, 2, objective={"machine": "cpu-gloo", "split": "all"}, layouts=layouts
+    )
     report = made.check()
     assert report.ok, str(report)
     assert not any(c.value == "scores" for c in made.plan.costs.collectives)

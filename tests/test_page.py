@@ -130,7 +130,7 @@ def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_pat
 @pytest.mark.nightly
 def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
     call, pins = captured_case("gpt", None), CASES["gpt"].plan
-    text = _page(tmp_path, *(call.plan(pins, ranks, machine="cpu-gloo").plan for ranks in (2, 3)))
+    text = _page(tmp_path, *(call.plan(pins, ranks, objective={"machine": "cpu-gloo"}).plan for ranks in (2, 3)))
     assert text.count("<section>") == 2 and "2 ranks, cpu-gloo and 3 ranks, cpu-gloo" in text
     ids = re.findall(r' id="([ab]\d+)"', text)
     assert len(set(ids)) == len(ids) and {i[0] for i in ids} == {"a", "b"}

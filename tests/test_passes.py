@@ -90,7 +90,7 @@ def test_every_pass_has_its_listing() -> None:
 def test_a_bias_is_back_in_its_op_where_no_sum_comes_between(mode: Mode) -> None:
     """Linear ops keep their bias unless a reduce comes between, also for values without gradients."""
     model, pins = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), {"0": "column", "2": "row"}
-    plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),), mode=mode)
+    plan = ts.plan(model, pins, example_inputs=(torch.randn(4, 8),), mesh=2, objective={"mode": mode})
     shown = [op_name(node) for node in plan.graph.graph.nodes if node.op == "call_function"]
     assert shown == ["linear", "relu", "linear", "reduce", "add"]
 
@@ -194,13 +194,13 @@ class _Masked(nn.Module):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_view_accepts_the_memory_order_that_a_collective_leaves(world_size: int) -> None:
     example = (torch.randn(2, 4, 8, 8),)
-    ts.check(_ChannelsLast(), {"conv": "column"}, world_size=world_size, example_inputs=example).raise_on_error()
+    ts.check(_ChannelsLast(), {"conv": "column"}, example_inputs=example, mesh=world_size).raise_on_error()
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
     example = (torch.randn(6, 8), torch.arange(6))
-    ts.check(_Masked(), "auto", world_size=world_size, example_inputs=example).raise_on_error()
+    ts.check(_Masked(), "auto", example_inputs=example, mesh=world_size).raise_on_error()
 
 
 def test_verify_writes_nothing_and_finds_a_wrong_shape() -> None:

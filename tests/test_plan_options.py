@@ -36,7 +36,7 @@ from torchshard.testing import CapturedCall, capture, predicted_memory, run_rank
 )
 def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ts.InputError, match=text) as caught:
-        ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), **options)
+        ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), mesh=2, **options)
     assert str(caught.value).count("\n") == 3
 
 
@@ -59,7 +59,7 @@ def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> 
     flops = 1e9
     machine = ts.Machine("m", flops, 1e15, link_bandwidth=1e8, latency=0.0, launch=1e-6)
     model, x = MLP(32, 16, 32), torch.randn(64, 32, requires_grad=True)
-    plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,), machine=machine)
+    plan = ts.plan(model, {"up": "column", "down": "row"}, example_inputs=(x,), mesh=2, objective={"machine": machine})
     copied, reduced = plan.costs.collectives
     assert (copied.name, reduced.name) == ("copy", "reduce")
     sent = 64 * 32 * 4 / 1e8
@@ -67,7 +67,7 @@ def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> 
     hidden = 2 * 64 * 32 * 16 / 2 / flops
     assert copied.backward.seconds == pytest.approx(1e-6 + sent - hidden)
     fast = dataclasses.replace(machine, link_bandwidth=1e12)
-    copied, _ = ts.plan(model, plan, world_size=2, example_inputs=(x,), machine=fast).costs.collectives
+    copied, _ = ts.plan(model, plan, example_inputs=(x,), mesh=2, objective={"machine": fast}).costs.collectives
     assert copied.backward.seconds == pytest.approx(1e-6)  # the launch is not hidden
 
 
@@ -96,11 +96,11 @@ def test_the_batch_is_split_when_asked_and_only_then() -> None:
     model, x = MLP(8, 16, 8), torch.randn(4096, 8)
     machine = ts.Machine("m", 1e9, 1e9, 1e8, 1e-6, 1e-6)
     asked = {"world_size": 2, "example_inputs": (x,), "machine": machine, "memory": "1GiB"}
-    split = ts.plan(model, axes="all", **asked)
+    split = ts.plan(model, objective={"split": "all"}, **asked)
     whole = ts.plan(model, {"up": "replicate", "down": "replicate"}, **asked)
     assert set(map(str, split.parameters.values())) == {"I"} and split.costs.seconds < 0.7 * whole.costs.seconds
     assert {c.name for c in split.costs.collectives} == {"scatter", "copy", "gather"}
-    assert ts.check(model, split, world_size=2, example_inputs=(x,)).ok
+    assert ts.check(model, split, example_inputs=(x,), mesh=2).ok
     kept = ts.plan(model, **asked)
     assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
 
@@ -110,7 +110,9 @@ def test_a_machine_goes_through_a_file_and_others_are_refused(tmp_path: Path) ->
     for machine in ts.MACHINES.values():
         machine.save(path)
         assert ts.Machine.load(path) == machine
-        assert all(call.plan({}, 1, machine=given).plan.machine == machine for given in (path, str(path)))
+        assert all(
+            call.plan({}, 1, objective={"machine": given}).plan.machine == machine for given in (path, str(path))
+        )
     for text in ("", "[]", '{"speed": 1}', '{"flops": -1}', '{"flops": "fast"}'):
         path.write_text(text)
         with pytest.raises(ts.InputError, match="is no flops" if "flops" in text else "holds no machine"):
@@ -121,7 +123,7 @@ def _measured(rank: int) -> tuple[ts.Machine, float]:
     ts.distributed.init_process_group()
     machine = ts.measure_machine(width=256)
     model, x = MLP(), torch.randn(3, 12)
-    return machine, ts.shard(model, "auto", (x,), machine=machine).plan.costs.seconds
+    return machine, ts.shard(model, "auto", (x,), objective={"machine": machine}).plan.costs.seconds
 
 
 @pytest.mark.nightly
@@ -144,7 +146,7 @@ def test_a_machine_of_one_rank_is_measured_alone() -> None:
 def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
     free = _gpt(memory="1GiB")
     tight = predicted_memory(free)["peak"]
-    lean = ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), memory=0.9 * tight)
+    lean = ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), mesh=2, objective={"memory": 0.9 * tight})
     assert lean.costs.memory["peak"] <= 0.9 * tight < free.costs.memory["peak"]
     slower = lean.costs.seconds - free.costs.seconds
     assert slower >= 0 and lean.costs.gap >= slower - 1e-12
@@ -167,10 +169,10 @@ def test_what_no_plan_can_fit_is_refused_before_the_model_is_captured() -> None:
     captured = ts.CaptureError, "it is captured"
     for memory, (error, text) in ((size - 1, refused), (size + 1, captured)):
         with pytest.raises(error, match=text):
-            ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=memory)
+            ts.plan(model, example_inputs=(torch.randn(2, 8),), mesh=2, objective={"memory": memory})
     model.requires_grad_(False)
     with pytest.raises(ts.CaptureError):
-        ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=size / 3)
+        ts.plan(model, example_inputs=(torch.randn(2, 8),), mesh=2, objective={"memory": size / 3})
 
 
 _WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -243,7 +245,7 @@ def test_the_predicted_peak_is_the_allocators(name: str) -> None:
 @pytest.mark.parametrize("pins", [{"tok": "vocab"}, {"head": "column"}, {"tok": 1}])
 def test_one_rank_takes_pins_of_a_tied_weight(pins: dict[str, Any]) -> None:
     """On one rank, ops without a pin use the tied weight as the pinned op does."""
-    check = ts.check(GPT(), pins, world_size=1, example_inputs=(torch.zeros(2, 5, dtype=torch.long),) * 2)
+    check = ts.check(GPT(), pins, example_inputs=(torch.zeros(2, 5, dtype=torch.long),) * 2, mesh=1)
     assert check.ok
 
 
@@ -271,7 +273,7 @@ class Alike(nn.Module):
 
 
 def _alike(**options: Any) -> ts.Plan:
-    return ts.plan(Alike(), options.pop("plan", "auto"), world_size=2, example_inputs=(torch.randn(4, 8),), **options)
+    return ts.plan(Alike(), options.pop("plan", "auto"), example_inputs=(torch.randn(4, 8),), mesh=2, **options)
 
 
 @functools.cache
@@ -302,7 +304,7 @@ def test_of_equal_layers_as_many_stay_whole_as_fit(share: float) -> None:
     assert made.costs.memory["peak"] <= limit
     whole = sum(made.parameters[f"layers.{i}.0.weight"] == ts.I for i in range(LAYERS))
     assert whole >= sum(peak <= limit for peak in peaks) - 1
-    assert ts.check(Alike(), made, world_size=2, example_inputs=(torch.randn(4, 8),)).ok
+    assert ts.check(Alike(), made, example_inputs=(torch.randn(4, 8),), mesh=2).ok
 
 
 def _peak(plan: ts.Plan) -> float:
@@ -349,9 +351,9 @@ class _LooksAt(nn.Module):
 def test_a_pinned_parameter_that_is_only_looked_at_is_split() -> None:
     plan, x = {"up": "column", "shape": "row", "other": "column"}, torch.randn(3, 6)
     model = _LooksAt()
-    made = ts.plan(model, plan, world_size=2, example_inputs=(x,))
+    made = ts.plan(model, plan, example_inputs=(x,), mesh=2)
     assert made.parameters["shape.weight"] == ts.S(1) and made.parameters["other.weight"] == ts.S(0)
-    assert ts.check(model, plan, world_size=2, example_inputs=(x,)).ok
+    assert ts.check(model, plan, example_inputs=(x,), mesh=2).ok
     sharded = ts.shard(model, plan, example_inputs=(x,))
     assert torch.allclose(sharded(x, True), model(x, True))
     ts.distributed.destroy_process_group()

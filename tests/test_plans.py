@@ -30,7 +30,7 @@ def _captured_gpt() -> CapturedCall:
 
 def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options: Any) -> ts.Plan:
     """Returns the plan of `ts.plan`; the model is captured once for all tests."""
-    return _captured_gpt().plan(plan, world_size, machine=machine, **options).plan
+    return _captured_gpt().plan(plan, world_size, objective={"machine": machine}, **options).plan
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> Non
     loaded = ts.Plan.load(tmp_path / "plan.json")
     assert loaded == made and loaded.costs == made.costs and loaded.stored == made.stored
     assert str(loaded) == str(made) and list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
-    again = ts.plan(GPT(p=0.0), tmp_path / "plan.json", world_size=2, example_inputs=(IDS, IDS))
+    again = ts.plan(GPT(p=0.0), tmp_path / "plan.json", example_inputs=(IDS, IDS), mesh=2)
     assert again == made and again.costs.collectives == made.costs.collectives
 
 
@@ -55,8 +55,8 @@ def test_a_plan_brings_its_machine_unless_one_is_named(tmp_path: Path) -> None:
     loaded = ts.Plan.load(tmp_path / "plan.json")
     assert loaded.machine == made.machine == machine
     model, example = GPT(p=0.0), (IDS, IDS)
-    again = ts.plan(model, loaded, world_size=2, example_inputs=example)
-    named = ts.plan(model, loaded, world_size=2, example_inputs=example, machine="cpu-gloo")
+    again = ts.plan(model, loaded, example_inputs=example, mesh=2)
+    named = ts.plan(model, loaded, example_inputs=example, mesh=2, objective={"machine": "cpu-gloo"})
     assert again.machine == machine and again.costs.seconds == made.costs.seconds
     assert named.machine.name == named.costs.machine == "cpu-gloo" and named.choices == made.choices
     text = made.to_json().replace('"domain": 4', '"domain": -4')
@@ -115,7 +115,7 @@ WRONG_VALUES = (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True)
 def _mlp_and_body() -> tuple[CapturedCall, Any]:
     """Returns a captured call, and the JSON of a plan for it."""
     model, x = MLP(), torch.randn(3, 12)
-    made = ts.plan(model, "auto", world_size=2, example_inputs=(x,))
+    made = ts.plan(model, "auto", example_inputs=(x,), mesh=2)
     return capture(model, (x,), dtype=torch.float64), json.loads(made.to_json(question=False))
 
 
@@ -148,7 +148,7 @@ def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> N
 def test_a_plan_of_another_model_is_refused_with_the_differences(tmp_path: Path) -> None:
     made = _gpt()
     with pytest.raises(ts.PlanError, match="made for another model") as caught:
-        ts.plan(GPT(vocab=98, p=0.0), made, world_size=2, example_inputs=(IDS, IDS))
+        ts.plan(GPT(vocab=98, p=0.0), made, example_inputs=(IDS, IDS), mesh=2)
     assert "(98, 24) here, and (97, 24) in the plan's model" in str(caught.value)
 
 
@@ -189,10 +189,8 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
 def test_diff_shows_the_changes_and_their_costs() -> None:
     case = CASES["gpt"]
     model = case.build()
-    a = ts.plan(model, case.plan, world_size=2, example_inputs=case.inputs())
-    b = ts.plan(
-        model, {**case.plan, "head": "replicate", "tok": "replicate"}, world_size=2, example_inputs=case.inputs()
-    )
+    a = ts.plan(model, case.plan, example_inputs=case.inputs(), mesh=2)
+    b = ts.plan(model, {**case.plan, "head": "replicate", "tok": "replicate"}, example_inputs=case.inputs(), mesh=2)
     lines = ts.diff(a, b).splitlines()
     assert lines[0].endswith("kinds of parameters are sharded differently")
     assert "  tok.weight: [97@tp,24] -> [97,24]" in lines
@@ -205,7 +203,7 @@ def test_diff_shows_the_changes_and_their_costs() -> None:
 def test_a_weight_pinned_whole_does_not_allow_others_to_stay_whole() -> None:
     case = CASES["gpt"]
     pinned = {"head": "replicate", "tok": "replicate"}
-    plans = [ts.plan(case.build(), p, world_size=2, example_inputs=case.inputs()) for p in ("auto", pinned)]
+    plans = [ts.plan(case.build(), p, example_inputs=case.inputs(), mesh=2) for p in ("auto", pinned)]
     whole = [{name for name, stored in plan.stored.items() if len(stored.shape) > 1 and plan.parameters[name] == ts.I}
              for plan in plans]  # fmt: skip
     assert whole[1] == whole[0] | {"tok.weight"}
@@ -228,14 +226,14 @@ class _Linears(nn.Module):
 @pytest.mark.nightly
 def test_styles_of_hugging_face_and_dtensor_are_accepted() -> None:
     plan = {"tok": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
-    made = ts.plan(_Linears(), plan, world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
+    made = ts.plan(_Linears(), plan, example_inputs=(torch.zeros(2, 7, dtype=torch.long),), mesh=2)
     assert made.to_hf() == {
         "tok": "embedding_rowwise",
         "blocks.*.up": "colwise",
         "blocks.*.down": "rowwise",
         "head": "colwise_gather_output",
     }
-    again = ts.plan(_Linears(), made.to_hf(), world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
+    again = ts.plan(_Linears(), made.to_hf(), example_inputs=(torch.zeros(2, 7, dtype=torch.long),), mesh=2)
     weights = [name for name in made.parameters if name.endswith("weight")]
     assert [again.parameters[name] for name in weights] == [made.parameters[name] for name in weights]
     styles = {path: type(style).__name__ for path, style in made.to_dtensor().items()}
@@ -267,11 +265,11 @@ class Scored(nn.Module):
 
 
 def test_ties_and_losses_are_beyond_their_words() -> None:
-    tied = ts.plan(Tied(), {"tok": "vocab"}, world_size=2, example_inputs=(IDS,))
+    tied = ts.plan(Tied(), {"tok": "vocab"}, example_inputs=(IDS,), mesh=2)
     with pytest.raises(ts.PlanError, match=r"tok\.weight, which is head\.weight too"):
         tied.to_hf()
     ids = torch.randint(0, 64, (8, 64))
-    loss = ts.plan(Scored(), {"head": "column", "tok": "replicate"}, world_size=2, example_inputs=(ids, ids))
+    loss = ts.plan(Scored(), {"head": "column", "tok": "replicate"}, example_inputs=(ids, ids), mesh=2)
     assert any(c.is_inside and c.calls for c in loss.costs.collectives)
     with pytest.raises(ts.PlanError, match="inside"):
         loss.to_dtensor()
@@ -292,11 +290,11 @@ class _OwnWeight(nn.Module):
 @pytest.mark.parametrize(("word", "layout"), [("column", "S(1)"), ("row", "S(0)"), ("replicate", "I")])
 def test_the_model_itself_has_an_empty_path(word: str, layout: str) -> None:
     x = torch.randn(3, 8, dtype=torch.float64)
-    report = ts.check(_OwnWeight(), {"": word, "down": "row"}, world_size=2, example_inputs=(x,))
-    plan = ts.plan(_OwnWeight(), {"": word, "down": "row"}, world_size=2, example_inputs=(x,))
+    report = ts.check(_OwnWeight(), {"": word, "down": "row"}, example_inputs=(x,), mesh=2)
+    plan = ts.plan(_OwnWeight(), {"": word, "down": "row"}, example_inputs=(x,), mesh=2)
     assert report.ok and str(plan.parameters["weight"]) == layout
     with pytest.raises(ts.PlanError, match="'' is the model itself"):
-        ts.plan(_OwnWeight(), {"weight": word}, world_size=2, example_inputs=(x,))
+        ts.plan(_OwnWeight(), {"weight": word}, example_inputs=(x,), mesh=2)
 
 
 class _PartlyFrozen(nn.Module):
@@ -314,8 +312,8 @@ class _PartlyFrozen(nn.Module):
 
 def test_layers_under_no_grad_have_the_styles_that_the_plan_names() -> None:
     plan, x = {"layers.*.up": "column", "layers.*.down": "row"}, torch.randn(3, 12)
-    assert ts.check(_PartlyFrozen(), plan, world_size=2, example_inputs=(x,)).ok
-    parameters = ts.plan(_PartlyFrozen(), plan, world_size=2, example_inputs=(x,)).parameters
+    assert ts.check(_PartlyFrozen(), plan, example_inputs=(x,), mesh=2).ok
+    parameters = ts.plan(_PartlyFrozen(), plan, example_inputs=(x,), mesh=2).parameters
     assert [str(parameters[f"layers.{i}.up.weight"]) for i in (0, 1)] == ["S(0)", "S(0)"]
 
 
@@ -328,15 +326,15 @@ def test_a_glob_stands_only_for_what_is_all_split() -> None:
             **{f"{i}.0": "column" for i in (1, 2)},
             **{f"{i}.2": "row" for i in (1, 2)},
         },
-        world_size=2,
         example_inputs=(torch.randn(2, 8),),
+        mesh=2,
     )
     assert made.to_hf() == {"1.0": "colwise", "1.2": "rowwise", "2.0": "colwise", "2.2": "rowwise"}
 
 
 def test_what_their_words_cant_say_is_named() -> None:
     case = CASES["fused_by_split"]
-    made = ts.plan(case.build(), case.plan, world_size=2, example_inputs=case.inputs())
+    made = ts.plan(case.build(), case.plan, example_inputs=case.inputs(), mesh=2)
     for words in (made.to_hf, made.to_dtensor):
         with pytest.raises(ts.PlanError, match="can't be said in these words") as caught:
             words()

@@ -18,7 +18,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def proposals() -> Any:
-    return ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4))
+    return ts.meshes(_model(p=0.0), example_inputs=_batch(4), mesh=4)
 
 
 @pytest.mark.nightly
@@ -30,9 +30,9 @@ def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Any
     for each in proposals[::3]:
         assert each.plan is not None
         part = batch if "dp" not in each.mesh else tuple(t[: len(t) // each.mesh["dp"]] for t in batch)
-        alone = ts.plan(model, mesh=each.mesh, data=each.data, example_inputs=part)
+        alone = ts.plan(model, mesh=each.mesh, example_inputs=part)
         assert alone.step_seconds == each.plan.step_seconds
-        report = ts.check(model, each.plan, mesh=each.mesh, data=each.data, example_inputs=batch)
+        report = ts.check(model, each.plan, mesh=each.mesh, example_inputs=batch)
         assert report.ok and report.world_size == 4, str(report)
 
 
@@ -44,16 +44,16 @@ def test_slices_of_weights_take_less_memory(proposals: Any) -> None:
 
 
 def test_a_plan_for_one_mesh_is_refused() -> None:
-    plan = ts.plan(_model(), {}, world_size=2, example_inputs=_batch(1))
+    plan = ts.plan(_model(), {}, example_inputs=_batch(1), mesh=2)
     with pytest.raises(ts.InputError, match="a finished plan is for one mesh"):
-        ts.meshes(_model(), plan, world_size=4, example_inputs=_batch(4))
+        ts.meshes(_model(), plan, example_inputs=_batch(4), mesh=4)
 
 
 @pytest.mark.nightly
 def test_what_does_not_fit_comes_last(proposals: Any) -> None:
     peaks = sorted(each.plan.step_memory["peak"] for each in proposals if each.plan)
     limit = (peaks[0] + peaks[-1]) / 2
-    found = ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4), memory=limit)
+    found = ts.meshes(_model(p=0.0), example_inputs=_batch(4), mesh=4, objective={"memory": limit})
     fits = [each.fits for each in found]
     assert any(fits) and fits == sorted(fits, reverse=True)
     assert all(each.plan.step_memory["peak"] <= limit for each in found if each.plan and each.fits)
@@ -65,9 +65,9 @@ def test_what_does_not_fit_comes_last(proposals: Any) -> None:
 def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
     layers = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)]
     model, rows = nn.Sequential(*layers), torch.randn(256, 8)
-    wide = ts.plan(model, mesh={"dp": 2}, data="shard", example_inputs=(rows[:128],), memory="1GiB")
+    wide = ts.plan(model, example_inputs=(rows[:128],), mesh={"dp": (2, "shard")}, objective={"memory": "1GiB"})
     limit = 0.8 * wide.step_memory["peak"]
-    found = ts.meshes(model, world_size=2, example_inputs=(rows,), memory=limit)
+    found = ts.meshes(model, example_inputs=(rows,), mesh=2, objective={"memory": limit})
     slices = next(each for each in found if each.data == "shard")
     assert slices.fits and slices.plan is not None and slices.plan.recompute
 
@@ -90,7 +90,7 @@ class Wide(nn.Module):
 
 
 def test_a_batch_that_does_not_divide_says_so() -> None:
-    found = ts.meshes(Wide(), world_size=6, example_inputs=(torch.randn(4, 8),))
+    found = ts.meshes(Wide(), example_inputs=(torch.randn(4, 8),), mesh=6)
     whys = {str(dict(each.mesh)): each.why for each in found if each.plan is None}
     assert whys == {
         "{'dp': 6}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",

@@ -140,7 +140,7 @@ class _Converts(nn.Module):
 @pytest.mark.parametrize("plan", [{}, {"conv": "column"}, {"conv": "row"}], ids=str)
 def test_dropout_behind_a_change_of_memory_format(plan: dict[str, str]) -> None:
     torch.manual_seed(0)
-    report = ts.check(_Converts(), plan, world_size=2, example_inputs=(torch.randn(2, 3, 5, 5),))
+    report = ts.check(_Converts(), plan, example_inputs=(torch.randn(2, 3, 5, 5),), mesh=2)
     assert report.ok, str(report)
 
 
@@ -150,7 +150,7 @@ def test_dropout_of_channels_last_tensors() -> None:
     model = _Image().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
     for plan in ({}, {"conv": "column"}, {"conv": "row"}):
-        report = ts.check(model, plan, world_size=2, example_inputs=(x,))
+        report = ts.check(model, plan, example_inputs=(x,), mesh=2)
         assert report.ok, str(report)
 
 

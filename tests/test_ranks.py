@@ -135,7 +135,7 @@ def _faults(rank: int) -> dict[str, tuple[str, str]]:
     found["example inputs"] = _message(lambda: once(x) if rank else once.warm_up((x,), {}))
     once(x)
     found["captured anew"] = _message(lambda: (once if rank else once.double().float())(x))
-    made = ts.plan(MLP(), {"up": "column"}, world_size=5, example_inputs=(x,))
+    made = ts.plan(MLP(), {"up": "column"}, example_inputs=(x,), mesh=5)
     found["world size"] = _message(lambda: ts.shard(MLP(), made))
     return found
 

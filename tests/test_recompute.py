@@ -128,7 +128,7 @@ def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
     unsharded = [copy.deepcopy(plain), copy.deepcopy(model)]
     sharded = [
         ts.shard(plain, plan, example_kwargs=batch),
-        ts.shard(model, plan, example_kwargs=batch, recompute=recompute),
+        ts.shard(model, plan, example_kwargs=batch, objective={"recompute": recompute}),
     ]
     (kept, before), (losses, after) = (_trained(each, batch) for each in sharded)
     (wanted, full), (_, fewer) = (_trained(each, batch) for each in unsharded)
@@ -149,8 +149,10 @@ def test_training_is_the_same_and_saves_less(kind: str) -> None:
 
 def test_globs_name_modules() -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())), torch.randn(2, 4)
-    assert refused(lambda: ts.plan(model, world_size=2, example_inputs=(x,), recompute="2"), "'2' matches no module")
-    plan = ts.plan(model, world_size=2, example_inputs=(x,), recompute=["1.*", "1"])
+    assert refused(
+        lambda: ts.plan(model, example_inputs=(x,), mesh=2, objective={"recompute": "2"}), "'2' matches no module"
+    )
+    plan = ts.plan(model, example_inputs=(x,), mesh=2, objective={"recompute": ["1.*", "1"]})
     assert plan.recompute == ("1",) and ts.Plan.from_json(plan.to_json()).recompute == ("1",)
     graph = capture(model, (x,)).plan(plan, 2).graph.graph
     assert {n.meta.get("recompute") for n in graph.nodes if n.meta.get("module") == "1.1"} == {"1"}
@@ -162,7 +164,7 @@ def test_globs_name_modules() -> None:
 def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
     model = nn.Sequential(OrderedDict(a=nn.Sequential(OrderedDict(b=nn.Linear(4, 4))), ab=nn.Linear(4, 4)))
     call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(2, 4),)}
-    assert ts.plan(model, recompute=list(paths), **call).recompute == expected
+    assert ts.plan(model, objective={"recompute": list(paths)}, **call).recompute == expected
 
 
 # --- memory limits ----------------------------------------------------------------------------------------------------
@@ -187,10 +189,10 @@ SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
 def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
     """With many activations, just enough layers are recomputed; with many weights, the weights are split."""
     call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(batch, 8),), "machine": SLOW_TO_SEND}
-    free = ts.plan(_Layers(), memory="1GiB", **call)
+    free = ts.plan(_Layers(), objective={"memory": "1GiB"}, **call)
     assert not free.recompute
     limit = 0.7 * free.costs.memory["peak"]
-    made = ts.plan(_Layers(), memory=limit, **call)
+    made = ts.plan(_Layers(), objective={"memory": limit}, **call)
     assert made.costs.memory["peak"] <= limit and made.costs.seconds > free.costs.seconds
     assert bool(made.recompute) is again
     assert made.costs.gap == pytest.approx(made.costs.seconds - free.costs.seconds)
@@ -201,7 +203,7 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
         assert f"layers.0-{len(made.recompute) - 1}" in str(made) or len(made.recompute) == 1
         fewer = ts.plan(_Layers(), made.with_last(recompute=made.recompute[:-1]), **call)
         assert predicted_memory(fewer)["peak"] > limit
-    assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
+    assert ts.check(_Layers(), made, example_inputs=call["example_inputs"], mesh=2).ok
 
 
 class _KeptWhole(nn.Module):
@@ -219,7 +221,9 @@ def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixtur
     ts.shard(_KeptWhole(), {}, (x,))(x).sum().backward()
     assert "nothing is computed again" in caplog.text
     caplog.clear()
-    ts.shard(GPT(), {}, recompute="blocks.*")(torch.zeros(1, 4, dtype=torch.long))["logits"].sum().backward()
+    ts.shard(GPT(), {}, objective={"recompute": "blocks.*"})(torch.zeros(1, 4, dtype=torch.long))[
+        "logits"
+    ].sum().backward()
     assert "nothing is computed again" not in caplog.text
 
 
@@ -252,7 +256,7 @@ class _Stages(nn.Module):
 def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next(rank: int) -> None:
     torch.manual_seed(0)
     model, x = _Stages().double(), torch.randn(4, 8, dtype=torch.double)
-    sharded = ts.shard(copy.deepcopy(model), {"blocks.*": "replicate"}, recompute="blocks.*")
+    sharded = ts.shard(copy.deepcopy(model), {"blocks.*": "replicate"}, objective={"recompute": "blocks.*"})
     for call in (model, sharded):
         first, *_, last = call(x)
         (first.sin().sum() + last.square().sum()).backward()
@@ -280,7 +284,7 @@ def test_a_step_on_the_meta_device_has_all_gradients() -> None:
     for device in ("cpu", "meta"):
         model = _ReturnsItsBias().to(device)
         call = torch.zeros(2, 8, 16, device=device), torch.zeros(2, 8, dtype=torch.long, device=device)
-        made = ts.plan(model, world_size=2, example_inputs=call, memory="1GiB", machine="cpu-gloo")
+        made = ts.plan(model, example_inputs=call, mesh=2, objective={"memory": "1GiB", "machine": "cpu-gloo"})
         steps.append(ts.explain(made, level="step").replace("device=meta", "device=cpu"))
         estimates.append(made.costs.memory)
     assert steps[0] == steps[1] and estimates[0] == estimates[1] and "where" in steps[0].partition("backward:")[2]

@@ -117,8 +117,8 @@ def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.Mon
         return own(*args, repeating=repeating, **kwargs)
 
     monkeypatch.setattr(flat, "captured_flat", captured)
-    plan = ts.plan(Stack(), world_size=2, example_inputs=(IDS,))
+    plan = ts.plan(Stack(), example_inputs=(IDS,), mesh=2)
     assert asked == [True]
     ts.shard(Stack(), {}, (IDS,))(IDS)
-    ts.check(Stack(), plan, world_size=2, example_inputs=(IDS,))
+    ts.check(Stack(), plan, example_inputs=(IDS,), mesh=2)
     assert asked[1:] and not any(asked[1:])

@@ -35,8 +35,8 @@ class _OwnDtype(nn.Module):
 def test_a_model_that_does_not_run_in_the_dtype_of_the_comparison() -> None:
     x = (torch.randn(4, 8),)
     with pytest.raises(ts.InputError, match=r"index_add_(?s:.*)dtype=x\.dtype"):
-        ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x)
-    assert ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x, dtype=None).ok
+        ts.check(_OwnDtype(), "auto", example_inputs=x, mesh=2)
+    assert ts.check(_OwnDtype(), "auto", example_inputs=x, mesh=2, dtype=None).ok
 
 
 class _Narrow(nn.Module):
@@ -94,7 +94,7 @@ def _on_the_edge(x: Tensor) -> _OnTheEdge:
 def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
     x = torch.rand(3, 6).to(dtype)
     model, plan = _on_the_edge(x), {"up": "column", "down": "row"}
-    report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
+    report = ts.check(model, plan, example_inputs=(x,), mesh=4, dtype=None)
     assert report.ok and report.flips and "rounding alone moves" in str(report)
     x = x.requires_grad_()
     made = capture(model, (x,)).plan(plan, 4)
@@ -142,9 +142,9 @@ class _Scaled(nn.Module):
 def test_a_capture_fault_hidden_by_rounding_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = _Scaled().to(dtype), torch.randn(4096, 12).to(dtype).requires_grad_()
-    assert ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None).ok
+    assert ts.check(model, {"up": "column"}, example_inputs=(x,), mesh=2, dtype=None).ok
     monkeypatch.setattr("torchshard.capture.regions.modes_of", lambda node: SimpleNamespace(grad=True))
-    report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None)
+    report = ts.check(model, {"up": "column"}, example_inputs=(x,), mesh=2, dtype=None)
     assert not report.ok and "parameter gradient up.weight" in str(report)
     with pytest.raises(ts.ShardError, match="is off by"):
         report.raise_on_error()
@@ -155,7 +155,7 @@ def test_a_model_that_refuses_float64_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x @ torch.ones(6, 2, dtype=torch.bfloat16)
 
-    report = ts.check(Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6).bfloat16(),), dtype=None)
+    report = ts.check(Narrow(), {}, example_inputs=(torch.randn(3, 6).bfloat16(),), mesh=2, dtype=None)
     assert report.ok and "not compared with the model in float64: " in str(report)
 
 
@@ -166,9 +166,9 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
         return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
 
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False)), torch.randn(3, 6)
-    assert ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,)).ok
+    assert ts.check(model, {"0": "column"}, example_inputs=(x,), mesh=2).ok
     monkeypatch.setattr("torchshard.checking.steps.local_state", trained)
-    report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,))
+    report = ts.check(model, {"0": "column"}, example_inputs=(x,), mesh=2)
     assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 
 
@@ -221,4 +221,4 @@ def test_an_infinite_mask_hides_no_noise() -> None:
     torch.manual_seed(0)
     plan = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row"}
     model = nn.Sequential(_InfiniteMask(), _InfiniteMask())
-    ts.check(model, plan, world_size=2, example_inputs=(torch.randn(3, 5, 8),)).raise_on_error()
+    ts.check(model, plan, example_inputs=(torch.randn(3, 5, 8),), mesh=2).raise_on_error()

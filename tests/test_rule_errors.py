@@ -38,7 +38,7 @@ def test_options_of_a_rule_of_the_users(options: dict[str, Any], text: str) -> N
 def _with_rule(row: str, **options: Any) -> None:
     with changed_rule(torch.ops.shardtest.sixteen.default, None):
         ts.rule(torch.ops.shardtest.sixteen.default, row=row, **options)
-        ts.check(_Sixteen(), {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,))
+        ts.check(_Sixteen(), {"up": "column", "down": "row"}, example_inputs=(X,), mesh=2)
 
 
 def test_no_op_and_no_rule() -> None:
@@ -83,5 +83,5 @@ class _Raising(MLP):
 
 
 def test_whose_fault_a_failing_forward_is() -> None:
-    assert "dtype=x.dtype" in _raises(lambda: ts.check(_Widened(), {}, world_size=2, example_inputs=(X,)))
+    assert "dtype=x.dtype" in _raises(lambda: ts.check(_Widened(), {}, example_inputs=(X,), mesh=2))
     assert "without torchshard first" in _raises(lambda: _plan({}, _Raising()))

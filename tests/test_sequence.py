@@ -69,13 +69,13 @@ def _ids(length: int, batch: int = 3) -> Tensor:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     model, ids = _model(), _ids(12)
-    plan = ts.plan(model, PINS, world_size=world, example_inputs=(ids, ids), machine="h100x8")
+    plan = ts.plan(model, PINS, example_inputs=(ids, ids), mesh=world, objective={"machine": "h100x8"})
     choices = plan.choices
     on_slices = [name for name, choice in choices.items() if any(str(r) == "S(1)" for r in choice.results)]
     # Per block: two norms, two dropouts and two residuals. The linear layers in between are split by features.
     assert sum(name.endswith(("n1", "n2")) for name in on_slices) == 4
     assert sum("dropout" in name for name in on_slices) == 4
-    report = ts.check(model, PINS, world_size=world, example_inputs=(ids, ids))
+    report = ts.check(model, PINS, example_inputs=(ids, ids), mesh=world)
     assert report.ok, str(report)
     # Partial sums are reduce-scattered; or, with this few features, operands are resplit before the product.
     kinds = {c.name for c in plan.costs.collectives}
@@ -93,16 +93,16 @@ def test_norms_that_are_many_ops(word: Any) -> None:
     )  # fmt: skip
     model, ids = transformers.LlamaForCausalLM(config).double(), _ids(12)
     call = {"input_ids": ids, "labels": ids}
-    plan = ts.plan(model, {"*layernorm": word}, world_size=3, example_kwargs=call)
+    plan = ts.plan(model, {"*layernorm": word}, example_kwargs=call, mesh=3)
     norms = [c for name, c in plan.choices.items() if "layernorm" in name and c.splits_dynamic]
     assert len(norms) >= 4 * 5
     again = ts.Plan.from_json(plan.to_json())
     assert again.choices == plan.choices
-    report = ts.check(model, again, world_size=3, example_kwargs=call)
+    report = ts.check(model, again, example_kwargs=call, mesh=3)
     assert report.ok, str(report)
     with pytest.warns(UserWarning, match="a length of 13 is no multiple of 3 ranks"):
         odd = {"input_ids": _ids(13), "labels": _ids(13)}
-        report = ts.check(model, again, world_size=3, example_kwargs=odd)
+        report = ts.check(model, again, example_kwargs=odd, mesh=3)
     assert report.ok, str(report)
 
 
@@ -115,7 +115,7 @@ def test_a_module_without_a_sequence_is_refused() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Mean(), nn.Linear(8, 4))
     x = torch.randn(3, 12, 8)
     with pytest.raises(ts.PlanError, match="no sequence"):
-        ts.plan(model, {"2": "sequence"}, world_size=2, example_inputs=(x,))
+        ts.plan(model, {"2": "sequence"}, example_inputs=(x,), mesh=2)
 
 
 @pytest.mark.nightly
@@ -123,9 +123,9 @@ def test_the_planner_splits_the_sequence_to_fit() -> None:
     """The sequence is only split if necessary: a plan that fits without it serves every length."""
     model, x = nn.Sequential(*(Residual(8, 64) for _ in range(2))), torch.randn(8, 64, 64)
     options: dict[str, Any] = {"world_size": 4, "example_inputs": (x,), "machine": "h100x8"}
-    roomy = ts.plan(model, "auto", memory="1GiB", **options)
+    roomy = ts.plan(model, "auto", objective={"memory": "1GiB"}, **options)
     limit = 0.7 * roomy.costs.memory["peak"]
-    tight = ts.plan(model, "auto", memory=limit, **options)
+    tight = ts.plan(model, "auto", objective={"memory": limit}, **options)
     assert tight.splits_dynamic and not roomy.splits_dynamic
     assert tight.costs.memory["peak"] <= limit
 
@@ -199,7 +199,7 @@ def test_backward_gathers_again_what_it_needs() -> None:
 
 def _compiled(rank: int) -> list[float]:
     model = _model(p=0.0)
-    sharded = ts.shard(model, PINS, (_ids(12), _ids(12)), compile={"backend": "aot_eager"})
+    sharded = ts.shard(model, PINS, (_ids(12), _ids(12)), objective={"compile": {"backend": "aot_eager"}})
     return [_worst(model, sharded, length) for length in (12, 24, 18)]
 
 

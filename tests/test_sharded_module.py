@@ -131,7 +131,7 @@ def _hooked() -> nn.Module:
 
 @pytest.mark.parametrize("build, text", [(_tied_by_memory, "share memory"), (_hooked, "gradient hooks")])
 def test_what_slices_could_not_keep_is_refused(build: Any, text: str) -> None:
-    for call in (lambda m: ts.shard(m, {}), lambda m: ts.check(m, {}, world_size=2, example_inputs=(X,))):
+    for call in (lambda m: ts.shard(m, {}), lambda m: ts.check(m, {}, example_inputs=(X,), mesh=2)):
         with pytest.raises(ts.InputError, match=text):
             call(build())
     ts.distributed.destroy_process_group()

@@ -78,8 +78,8 @@ SHARING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Tensor]]] = {
 def test_memory_that_two_tensors_share_is_refused(name: str) -> None:
     calls: list[Callable[[nn.Module], Any]] = [
         lambda m: ts.shard(m, {}, (X,)),
-        lambda m: ts.plan(m, {}, world_size=2, example_inputs=(X,)),
-        lambda m: ts.check(m, {}, world_size=2, example_inputs=(X,)),
+        lambda m: ts.plan(m, {}, example_inputs=(X,), mesh=2),
+        lambda m: ts.check(m, {}, example_inputs=(X,), mesh=2),
     ]
     for call in calls:
         text = _raises(lambda: call(_Sharing(*SHARING[name])))  # noqa: B023
@@ -101,7 +101,7 @@ def test_memory_that_is_shared_is_refused_whenever_a_capture_finds_it() -> None:
 def test_tensors_beside_each_other_in_one_memory_are_accepted() -> None:
     model = _Sharing(_flat, lambda m: m.first + m.second * m.scale + m.third)
     assert torch.equal(ts.shard(model, {}, (X,))(X), model(X))
-    assert ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,)).ok
+    assert ts.check(model, {"up": "column", "down": "row"}, example_inputs=(X,), mesh=2).ok
     tied = _Sharing(lambda m: (m.register_buffer("same", m.stats), setattr(m, "alias", m.stats)), lambda m: m.alias[0])
     assert torch.equal(ts.shard(tied, {}, (X,))(X), tied(X))
     ts.distributed.destroy_process_group()
@@ -125,7 +125,7 @@ def test_a_buffer_that_requires_a_gradient_is_refused() -> None:
     trained.scale.requires_grad_(True)
     calls: list[Callable[[], Any]] = [
         lambda: ts.shard(trained, {}),
-        lambda: ts.check(trained, {}, world_size=2, example_inputs=(X,)),
+        lambda: ts.check(trained, {}, example_inputs=(X,), mesh=2),
         lambda: torch.func.functional_call(sharded, {"scale": torch.tensor(2.0, requires_grad=True)}, (X,)),
         lambda: sharded(X),
     ]

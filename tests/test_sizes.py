@@ -123,5 +123,5 @@ def test_a_size_is_inferred_though_a_rank_holds_nothing() -> None:
     torch.manual_seed(0)
     model, example = _Windows().double(), (torch.randn(3, 8).double(),)
     for world in (2, 3):
-        report = ts.check(model, {"up": "column", "down": "row"}, world_size=world, example_inputs=example)
+        report = ts.check(model, {"up": "column", "down": "row"}, example_inputs=example, mesh=world)
         assert report.ok, str(report)

@@ -27,9 +27,9 @@ def _split(model: nn.Module, plan: ts.Plan) -> float:
 def _exact_and_split(model: nn.Module, *args: Any, least: float = 0.9) -> None:
     torch.manual_seed(0)
     for world in (2, 3):
-        report = ts.check(model.double(), "auto", world_size=world, example_inputs=args)
+        report = ts.check(model.double(), "auto", example_inputs=args, mesh=world)
         assert report.ok, str(report)
-    assert _split(model, ts.plan(model, "auto", world_size=2, example_inputs=args)) >= least
+    assert _split(model, ts.plan(model, "auto", example_inputs=args, mesh=2)) >= least
 
 
 # --- computed weights -------------------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ class _Loss(nn.Module):
 @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits, lambda h, y: (h - y).square().mean()])
 def test_a_mean_over_a_dynamic_batch_is_computed_on_the_slices(loss: Callable[..., Tensor]) -> None:
     example = (torch.randn(256, 8), torch.rand(256, 512))
-    made = ts.plan(_Loss(loss), {"up": "column"}, world_size=2, example_inputs=example)
+    made = ts.plan(_Loss(loss), {"up": "column"}, example_inputs=example, mesh=2)
     assert {c.name for c in made.costs.collectives} == {"reduce", "scatter"}
-    assert ts.check(_Loss(loss), made, world_size=2, example_inputs=example).ok
+    assert ts.check(_Loss(loss), made, example_inputs=example, mesh=2).ok
 
 
 # --- recurrent layers ------------------------------------------------------------------------------------------------
@@ -156,11 +156,11 @@ def test_recurrent_cells(cell: nn.Module) -> None:
 def test_one_graph_of_a_recurrent_layer_for_all_lengths() -> None:
     torch.manual_seed(0)
     model = nn.LSTM(8, 6).double()
-    made = ts.plan(model, "auto", world_size=2, example_inputs=(torch.randn(3, 4, 8).double(),))
+    made = ts.plan(model, "auto", example_inputs=(torch.randn(3, 4, 8).double(),), mesh=2)
     ahead, back = made.costs.calls
     assert (ahead, back) == (3 + 3, 3)  # one per step; one per result, which the backward slices locally
     for steps in (1, 5):
-        report = ts.check(model, made, world_size=2, example_inputs=(torch.randn(steps, 2, 8).double(),))
+        report = ts.check(model, made, example_inputs=(torch.randn(steps, 2, 8).double(),), mesh=2)
         assert report.ok, str(report)
 
 
@@ -179,7 +179,7 @@ class _Blocks(nn.Module):
 
 @pytest.mark.parametrize("dropouts", [[0.1 * i for i in range(1, 9)], [0.3] * 8], ids=["differ", "equal"])
 def test_repeated_recurrent_layers_keep_their_own_dropout(dropouts: list[float]) -> None:
-    report = ts.check(_Blocks(dropouts), {"layers.*": "column"}, world_size=2, example_inputs=(torch.randn(5, 3, 8),))
+    report = ts.check(_Blocks(dropouts), {"layers.*": "column"}, example_inputs=(torch.randn(5, 3, 8),), mesh=2)
     assert report.ok, str(report)
 
 
@@ -194,16 +194,16 @@ def test_lstm_projections_run_whole_and_exact() -> None:
 def test_a_transposed_convolution_can_be_pinned(style: str, dim: int) -> None:
     model, x = nn.Sequential(nn.ConvTranspose2d(6, 4, 3), nn.ReLU()), torch.randn(2, 6, 5, 5)
     for world in (2, 3):
-        made = ts.plan(model, {"0": style}, world_size=world, example_inputs=(x,))
+        made = ts.plan(model, {"0": style}, example_inputs=(x,), mesh=world)
         assert made.parameters["0.weight"] == Shard(dim)
-        assert ts.check(model, made, world_size=world, example_inputs=(x,)).ok
+        assert ts.check(model, made, example_inputs=(x,), mesh=world).ok
 
 
 def test_a_recurrent_layer_and_a_bag_can_be_pinned() -> None:
     bag = nn.EmbeddingBag(50, 12)
-    assert ts.plan(bag, {"": "column"}, world_size=2, example_inputs=(IDS,)).parameters == {"weight": Shard(1)}
+    assert ts.plan(bag, {"": "column"}, example_inputs=(IDS,), mesh=2).parameters == {"weight": Shard(1)}
     lstm = nn.Sequential(nn.GRU(8, 6))
-    made = ts.plan(lstm, {"0": "column"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))
+    made = ts.plan(lstm, {"0": "column"}, example_inputs=(torch.randn(3, 4, 8),), mesh=2)
     assert {str(layout) for layout in made.parameters.values()} == {"S(0; 6+6+6)"}
     with pytest.raises(ts.PlanError, match="can't be split by row"):
-        ts.plan(lstm, {"0": "row"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))
+        ts.plan(lstm, {"0": "row"}, example_inputs=(torch.randn(3, 4, 8),), mesh=2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
@@ -73,7 +74,7 @@ def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[floa
     case = captured_case(name)
     made = case.plan(CASES[name].plan, world).program
     if recompute:
-        made = case.plan(made.plan, world, recompute=recompute).program
+        made = case.plan(made.plan, world, objective={"recompute": recompute}).program
     graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
     torch.manual_seed(3)
     run = Run(graphs, _states(made, case.model), call, mesh=made.mesh)
@@ -130,7 +131,9 @@ def test_a_model_without_values_takes_the_same_memory() -> None:
     for device in ("cpu", "meta"):
         with torch.device(device):
             model, ids = GPT(), torch.zeros(2, 8, dtype=torch.long)
-        plan = ts.plan(model, "auto", world_size=2, example_inputs=(ids, ids), memory="1GiB", machine="cpu-gloo")
+        plan = ts.plan(
+            model, "auto", example_inputs=(ids, ids), mesh=2, objective={"memory": "1GiB", "machine": "cpu-gloo"}
+        )
         held.append(plan.costs.memory)
     assert held[0] == held[1] and held[0]["activations"] > 0
 
@@ -138,7 +141,7 @@ def test_a_model_without_values_takes_the_same_memory() -> None:
 @pytest.mark.nightly
 def test_recordings_are_freed_with_their_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
-    plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 4),), memory="1GiB")
+    plan = ts.plan(model, example_inputs=(torch.randn(2, 4),), mesh=2, objective={"memory": "1GiB"})
     recordings = [weakref.ref(recording) for recording in plan.graph.meta["recordings"].values()]
     assert recordings and all(ref() is not None for ref in recordings)
     del plan
@@ -265,7 +268,7 @@ def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
     ids = torch.randint(48, (2, 5))
     model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads))
-    made = ts.plan(model, world_size=2, example_kwargs={"input_ids": ids, "labels": ids}, memory="1GiB")
+    made = ts.plan(model, example_kwargs={"input_ids": ids, "labels": ids}, mesh=2, objective={"memory": "1GiB"})
     assert "backward:" in ts.explain(made, level="step") and made.costs.memory["peak"] > 0
 
 
@@ -274,7 +277,7 @@ def test_a_small_batch_of_a_rank_keeps_the_graph_of_a_convolution(caplog: pytest
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(16, 3, 6, 6)
     mesh, data = {"dp": 2, "fs": 2, "tp": 2}, {"dp": "replicate", "fs": "shard"}
-    ts.check(model, {}, mesh=mesh, data=data, example_inputs=(x,), dtype=torch.float32).raise_on_error()
+    ts.check(model, {}, mesh=holding(mesh, data), example_inputs=(x,), dtype=torch.float32).raise_on_error()
     assert "no graph of the backward" not in caplog.text
 
 

@@ -26,7 +26,7 @@ class _Turned(nn.Module):
 
 def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
     torch.manual_seed(0)
-    ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
+    ts.check(_Turned(), {}, example_inputs=(torch.randn(3, 5, 6),), mesh=2).raise_on_error()
 
 
 class _Image(nn.Module):
@@ -44,7 +44,7 @@ class _Image(nn.Module):
 
 def test_groups_are_normalized_wherever_they_lie() -> None:
     whole = {"mix": "replicate", "layers.*": "replicate"}
-    ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
+    ts.check(_Image(), whole, example_inputs=(torch.randn(2, 8, 4, 4),), mesh=2).raise_on_error()
 
 
 @torch.library.custom_op("tests::read", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -74,7 +74,7 @@ class _Kernel(nn.Module):
 def test_a_kernel_gets_contiguous_memory() -> None:
     """A layer's recording doesn't know the strides of values from other layers."""
     model = nn.Sequential(_Transposed(), _Kernel(), nn.Linear(4, 8))
-    ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
+    ts.check(model, {"*": "replicate"}, example_inputs=(torch.randn(2, 4, 8),), mesh=2).raise_on_error()
 
 
 @nightly("bicubic")
@@ -84,16 +84,16 @@ def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> N
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2, mode=mode))
     x = torch.randn(2, 3, 6, 6)
-    plan = ts.plan(model, {"0": "column"}, world_size=2, example_inputs=(x,))
+    plan = ts.plan(model, {"0": "column"}, example_inputs=(x,), mesh=2)
     assert "\nbackward" in ts.explain(plan, level="step")
-    ts.check(model, plan, world_size=2, example_inputs=(x,)).raise_on_error()
+    ts.check(model, plan, example_inputs=(x,), mesh=2).raise_on_error()
 
 
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
     """`rrelu` stores its noise in an operand, which is saved for the backward."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)).train()
-    ts.check(model, {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
+    ts.check(model, {}, example_inputs=(torch.randn(3, 6),), mesh=2).raise_on_error()
 
 
 class _Narrow(nn.Module):
@@ -112,7 +112,7 @@ class _Narrow(nn.Module):
 
 def test_a_graph_of_the_backward_is_widened_too() -> None:
     torch.manual_seed(0)
-    ts.check(_Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
+    ts.check(_Narrow(), {}, example_inputs=(torch.randn(3, 6),), mesh=2).raise_on_error()
 
 
 class _Gated(nn.Module):

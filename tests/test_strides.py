@@ -132,4 +132,4 @@ def test_the_check_agrees(habit: str, mesh: dict[str, int], batch: int) -> None:
 def test_memory_between_elements_is_refused() -> None:
     model, x = _model("a part")
     with pytest.raises(ts.CaptureError, match=r"between the elements of a tensor[\s\S]*x\.contiguous\(\)"):
-        ts.plan(model, {}, world_size=2, example_inputs=(x.repeat(2, 1, 1),))
+        ts.plan(model, {}, example_inputs=(x.repeat(2, 1, 1),), mesh=2)

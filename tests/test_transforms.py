@@ -86,7 +86,7 @@ BODIES: dict[str, Callable[[_Net, Tensor], Tensor]] = {
 def test_a_transform_in_forward_has_its_gradients(name: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, FEATURES, dtype=torch.float64).requires_grad_()
-    report = ts.check(_Net(BODIES[name]).double(), "auto", world_size=2, example_inputs=(x,))
+    report = ts.check(_Net(BODIES[name]).double(), "auto", example_inputs=(x,), mesh=2)
     assert report.ok, str(report)
 
 
@@ -105,7 +105,7 @@ def test_gradients_of_gradients(activation: str, body: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(3, FEATURES, dtype=torch.float64).requires_grad_()
     model = _Net(BODIES[body], ACTIVATIONS[activation]).double()
-    report = ts.check(model, "auto", world_size=3, example_inputs=(x,))
+    report = ts.check(model, "auto", example_inputs=(x,), mesh=3)
     assert report.ok, str(report)
 
 
@@ -121,7 +121,7 @@ def test_gradients_of_gradients(activation: str, body: str) -> None:
 def test_a_forward_mode_that_runs_on_no_fakes_is_refused(body: Callable[[_Net, Tensor], Tensor]) -> None:
     model = _Net(body)
     with pytest.raises(ts.CaptureError, match=r"(?s)differentiates within forward.*jacrev\(jacrev\(f\)\)"):
-        ts.plan(model, "auto", world_size=2, example_inputs=(torch.randn(3, FEATURES),))
+        ts.plan(model, "auto", example_inputs=(torch.randn(3, FEATURES),), mesh=2)
 
 
 class _Ensemble(nn.Module):

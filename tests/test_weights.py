@@ -264,9 +264,9 @@ def test_a_lazy_tensor_cannot_be_resized() -> None:
 def test_plans_and_checks_take_lazy_models() -> None:
     model, lazy = _both(_blocks)
     x = torch.randn(4, 256)
-    plans = [ts.plan(m, world_size=2, example_inputs=(x,)) for m in (model, lazy)]
+    plans = [ts.plan(m, example_inputs=(x,), mesh=2) for m in (model, lazy)]
     assert plans[0].to_json() == plans[1].to_json()
-    assert ts.check(lazy, plans[1], world_size=2, example_inputs=(x,)).ok
+    assert ts.check(lazy, plans[1], example_inputs=(x,), mesh=2).ok
 
 
 def _shards_lazily(rank: int, kind: str) -> list[bool]:

@@ -73,7 +73,7 @@ def test_so_it_has_with_all_that_a_plan_may_be_asked_for(options: dict[str, Any]
 @pytest.mark.nightly
 def test_so_it_has_for_a_step_with_a_cache() -> None:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-    made = ts.plan(model, world_size=2, mode="infer", batch=2, length=5)
+    made = ts.plan(model, example_inputs=ts.DecodeStep(batch=2, length=5), mesh=2, objective={"mode": "infer"})
     again = _again(made)
     assert _is_same(again, made) and "past" in ts.explain(again, level="node")
 

@@ -181,7 +181,7 @@ def test_modules_kept_whole_are_exact(body: str, world_size: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = {"up": "column", "down": "row"}
-        report = ts.check(model, plan, world_size=world_size, example_inputs=(x,))
+        report = ts.check(model, plan, example_inputs=(x,), mesh=world_size)
     assert report.ok, str(report)
 
 
@@ -220,7 +220,7 @@ def test_training_with_real_ranks(body: str) -> None:
 def test_a_rule_may_split_one() -> None:
     model, plan = _Body(BODIES["bound at import"]), {"up": "column", "down": "row"}
     with pytest.warns(UserWarning, match=r"gathered per step for .*Reversal.*no sharding rule"):
-        ts.check(model, plan, world_size=2, example_inputs=(X,))
+        ts.check(model, plan, example_inputs=(X,), mesh=2)
 
     def reversal(call: Any) -> Any:
         assert call["alpha"] == 0.5
@@ -228,8 +228,8 @@ def test_a_rule_may_split_one() -> None:
 
     with changed_rule(Reversal, None):
         ts.rule(Reversal)(reversal)
-        report = ts.check(model, plan, world_size=2, example_inputs=(X,))
-        made = ts.plan(model, plan, world_size=2, example_inputs=(X,))
+        report = ts.check(model, plan, example_inputs=(X,), mesh=2)
+        made = ts.plan(model, plan, example_inputs=(X,), mesh=2)
     assert report.ok, str(report)
     assert made.choices["Reversal"].name.startswith("split")
 
@@ -336,7 +336,7 @@ def test_another_thread_seeds_and_applies_while_one_captures() -> None:
     thread = threading.Thread(target=other)
     thread.start()
     try:
-        ts.plan(_Body(BODIES["twice"]).eval(), {}, world_size=2, example_inputs=(X,))
+        ts.plan(_Body(BODIES["twice"]).eval(), {}, example_inputs=(X,), mesh=2)
     finally:
         done.set()
         thread.join()
@@ -372,5 +372,5 @@ class _Layer(nn.Module):
 def test_functions_of_one_name_in_repeated_layers(plan: Any) -> None:
     ruled, other = _doubling(ruled=True), _doubling(ruled=False)
     model = nn.Sequential(*[_Layer(other if i == 5 else ruled) for i in range(8)])
-    report = ts.check(model, plan, world_size=2, example_inputs=(torch.randn(3, 8),))
+    report = ts.check(model, plan, example_inputs=(torch.randn(3, 8),), mesh=2)
     assert report.ok, str(report)

@@ -33,9 +33,9 @@ class _RunningMean(nn.Module):
 
 def test_a_split_buffer_is_updated_in_place() -> None:
     plan = {"up": "column", "down": "row"}
-    made = ts.plan(_RunningMean(), plan, world_size=2, example_inputs=(torch.randn(3, 6),))
+    made = ts.plan(_RunningMean(), plan, example_inputs=(torch.randn(3, 6),), mesh=2)
     assert made.parameters["run"] == ts.S(0)
-    report = ts.check(_RunningMean(), plan, world_size=3, example_inputs=(torch.randn(3, 6),))
+    report = ts.check(_RunningMean(), plan, example_inputs=(torch.randn(3, 6),), mesh=3)
     assert report.ok, str(report)
 
 
@@ -58,7 +58,7 @@ REFUSED = [_write_through_expand, _another_shape]
 @pytest.mark.parametrize("body", REFUSED, ids=lambda f: f.__name__)
 def test_refused_writes(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="in-place op") as caught:
-        ts.check(_Program(body), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+        ts.check(_Program(body), {"up": "column"}, example_inputs=(torch.randn(3, 6),), mesh=2)
     assert "test_functionalize.py" in str(caught.value)
 
 
@@ -122,7 +122,7 @@ class _Unused(nn.Module):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)], ids=["b", "i"])
 def test_a_norm_whose_result_nobody_takes_updates_its_statistics(norm: nn.Module, world_size: int) -> None:
-    report = ts.check(_Unused(norm), "auto", world_size=world_size, example_inputs=(torch.randn(5, 6),))
+    report = ts.check(_Unused(norm), "auto", example_inputs=(torch.randn(5, 6),), mesh=world_size)
     assert "norm.running_mean" in {c.name for c in report.comparisons if c.kind == "buffer"}
     report.raise_on_error()
 
@@ -170,7 +170,7 @@ def test_the_gradient_of_what_reads_statistics_that_a_norm_writes(body: Callable
         for each in (model, sharded):
             each(x).square().sum().backward()
         assert gradient_error(sharded, model) < 1e-10
-    assert ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,)).ok
+    assert ts.check(model, {"up": "column", "down": "row"}, example_inputs=(x,), mesh=2).ok
 
 
 @torch.library.custom_op("torchshard_tests::statistics", mutates_args=("mean", "spread"))
@@ -198,7 +198,7 @@ class _Normalized(nn.Module):
 
 
 def test_an_op_of_ones_own_writes_to_a_buffer_and_a_parameter() -> None:
-    report = ts.check(_Normalized(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+    report = ts.check(_Normalized(), {"up": "column"}, example_inputs=(torch.randn(3, 6),), mesh=2)
     report.raise_on_error()
     assert {"mean", "spread"} <= {c.name for c in report.comparisons if c.kind == "buffer"}
 
@@ -209,4 +209,4 @@ def test_fake_quantization_while_training() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).train()
     model.qconfig = quantization.get_default_qat_qconfig("qnnpack")  # type: ignore[assignment]
     quantization.prepare_qat(model, inplace=True)
-    ts.check(model, "auto", world_size=2, example_inputs=(torch.randn(3, 6),), dtype=None).raise_on_error()
+    ts.check(model, "auto", example_inputs=(torch.randn(3, 6),), mesh=2, dtype=None).raise_on_error()

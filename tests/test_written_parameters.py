@@ -116,7 +116,7 @@ WRITES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str,
 def test_what_forward_writes_to_parameters_is_compared(name: str) -> None:
     torch.manual_seed(0)
     build, example, plan = WRITES[name]
-    report = ts.check(build(), plan, world_size=2, example_inputs=(example(),))
+    report = ts.check(build(), plan, example_inputs=(example(),), mesh=2)
     report.raise_on_error()
     assert any(c.kind == "buffer" and c.name.endswith("weight") for c in report.comparisons)
 
@@ -136,7 +136,7 @@ def _trains(rank: int) -> dict[str, float]:
         for data in (None, "shard"):
             torch.manual_seed(0)
             model = build().double()
-            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else plan, data=data)
+            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else plan, mesh=data)
             for _ in range(3):
                 x = example()
                 _step(model, x)
@@ -183,9 +183,9 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_writes_that_a_graph_cannot_hold_are_refused(name: str) -> None:
     write, text = REFUSED[name]
     with pytest.raises(ts.CaptureError, match=text):
-        ts.check(_Refused(write), SPLIT, world_size=2, example_inputs=(_values(),))
+        ts.check(_Refused(write), SPLIT, example_inputs=(_values(),), mesh=2)
 
 
 def test_a_bias_may_be_written_to_after_its_use() -> None:
     model = _Refused(lambda m: m.down.bias.data.mul_(0.5))
-    ts.check(model, SPLIT, world_size=2, example_inputs=(_values(),)).raise_on_error()
+    ts.check(model, SPLIT, example_inputs=(_values(),), mesh=2).raise_on_error()

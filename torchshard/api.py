@@ -1,21 +1,22 @@
-"""What a user calls: `shard`, `from_pretrained`, `plan`. The story on one screen."""
+"""What a user calls: `shard`, `from_pretrained`, `plan`, `meshes`. The story on one screen."""
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
 
 from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
-from torchshard.compiler.batches import part_of_batch, whole_batch
+from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
-from torchshard.compiler.decode_example import decode_example
-from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.decode_example import DecodeStep, decode_example
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.compiler.prepare import check_examples
 from torchshard.compiler.program import program
 from torchshard.core.errors import InputError, PlanError
@@ -23,24 +24,19 @@ from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Mesh
 from torchshard.distributed.ranks import Ranks
-from torchshard.plans.machine import (
-    Axes,
-    Inputs,
-    MachineLike,
-    Mode,
-    Objective,
-    check_inputs,
-    objective,
-)
+from torchshard.plans.objective import Aim, ObjectiveLike, check_option, read_aim, read_objective
 from torchshard.plans.plan import Plan
 from torchshard.plans.proposals import Proposal, Proposals
 from torchshard.plans.proposals import meshes as proposed_meshes
-from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
+from torchshard.runtime.compilation import compiler_of
 from torchshard.runtime.joining import join_ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.adapters import with_adapter
 from torchshard.weights.folder import Weights, read_folder
 from torchshard.weights.transformers_models import lazy_pretrained
+
+Inputs: TypeAlias = Literal["local", "global"]
+"""The inputs that ranks pass when they split the batch: their own shard, or the full batch."""
 
 
 def shard(
@@ -49,44 +45,38 @@ def shard(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    memory: str | float | None = None,
-    machine: MachineLike | None = None,
-    axes: Axes = "weights",
-    recompute: str | Sequence[str] = (),
-    mode: Mode = "train",
-    mesh: MeshLike | None = None,
-    data: DataLike | None = None,
+    mesh: MeshLike = None,
+    objective: ObjectiveLike | None = None,
     inputs: Inputs = "local",
     weights: str | os.PathLike[str] | None = None,
-    compile: CompileOptions = False,
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
 
     Args:
         model: an ordinary, unsharded module, the same on every rank; it is left as it is.
-        plan: "auto"; a dict of module globs and styles (`{"*.q_proj": "column", "*.o_proj": "row"}`), which pins what
-            it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
-        example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
-            will do. Where the ranks divide the batch, a part of it; with `inputs="global"` all. Without them the
-            parameters are split now and the graph is captured at the first call.
-        memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
-        mesh: axes of ranks by name, outermost first, or PyTorch's `DeviceMesh`: `{"dp": 2, "tp": 4}`. Over the last one
-            the ranks divide the weights; over the others the batch. Each rank passes the part of the batch that its
-            place on these has, all four of a `tp` group the same.
-        data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
-            of each weight (vectors, and weights with fewer rows than ranks, stay whole), which the backward gathers
-            again, as in FSDP and ZeRO-3; "shard_grad_op": slices that are gathered once in a step, as in ZeRO-2. With
-            `mesh` for all axes but the last, by default "replicate"; or by name:
-            `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. The axes that it names divide the batch. A last axis
-            with a name of such axes (dp, fsdp, batch, replica and others) has to be named.
-        inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
-            have the batch; "global": each passes the whole batch, and gets whole results.
+        plan: "auto"; a dict of module globs and styles (`{"*.q_proj": "column", "*.o_proj": "row"}`), which pins the
+            modules that it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
+        example_inputs, example_kwargs: the arguments of a call of the model, for the first capture; meta or fake
+            tensors will do. Without them the parameters are split now and the graph is captured at the first call.
+        mesh: the ranks, and what they split. By default all ranks split the weights. A dict names the axes, outermost
+            first: `{"dp": 2, "tp": 4}`. Ranks along the last axis split the weights, those along the others the batch:
+            each rank passes the part of the batch for its place on these, all four of a `tp` group the same. An axis of
+            the batch says how its ranks store the weights, `{"dp": (2, "replicate"), "fsdp": (4, "shard")}`:
+            "replicate", the default, stores all weights on each rank, as DDP does; "shard" a slice of each weight
+            (vectors, and weights with fewer rows than ranks, stay replicated), which the backward gathers again, as
+            FSDP and ZeRO-3 do; "shard_grad_op" slices that are gathered once in a step, as in ZeRO-2. A last axis named
+            like an axis of the batch (dp, fsdp, batch, replica and others) must say what it holds. `mesh="shard"` is
+            one axis of all ranks. PyTorch's `DeviceMesh` does as well, with the same in a second item:
+            `(device_mesh, {"dp": "shard"})`.
+        objective: what the plan is optimised for, an `Objective` or a dict of its fields: memory, machine, mode, split,
+            recompute, compile.
+        inputs: if the ranks split the batch. "local": each rank passes its own part, and gets its part of results that
+            have the batch. "global": each rank passes the full batch, and gets full results. The examples are such
+            inputs too.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
-            place of the values that the model has; the model may be lazy or on the meta device. For models of
-            transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
-            the model's values, and a warning names it.
-        compile: True, or a dict of keyword arguments of `torch.compile`: the rank's forward and backward graphs are
-            compiled at the first call. `model.compile()` has later calls compiled.
+            place of the model's values; the model may be lazy or on the meta device. For models of transformers names
+            and shapes are converted as `from_pretrained` converts them. Tensors that the files lack keep the model's
+            values, and a warning names them.
 
     Returns:
         a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.
@@ -95,11 +85,10 @@ def shard(
         PlanError: the plan does not fit the model, the number of ranks or the memory, or is "auto" without example
             inputs.
         CaptureError: the model can't be captured as a graph.
-        InputError: the example inputs are not what `forward` takes, or are on another device than the model;
-            the weights can't be read, or are another model's.
+        InputError: an argument is invalid: the example inputs are not those of `forward`, or are on another device than
+            the model; the mesh has another number of ranks; the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    compiler = compiler_of(compile, where="shard(compile=...)")
     if isinstance(model, ShardedModule):
         raise InputError(
             "the model is sharded already",
@@ -107,10 +96,19 @@ def shard(
             why=f"it is split over {model.group.size} ranks",
             attempt="shard the unsharded model again, with the other plan",
         )
-    check_inputs(inputs)
-    ranks = join_ranks(mesh, data)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, aim, inputs, weights, compiler)
+    ranks = _joined(mesh, objective, inputs)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, objective, inputs, weights)
+
+
+def _joined(mesh: MeshLike, objective: ObjectiveLike | None, inputs: Inputs) -> Ranks:
+    """Checks the arguments that need no other rank, and joins the ranks of the mesh.
+
+    Raises:
+        InputError: an argument is invalid.
+    """
+    compiler_of(read_objective(objective).compile, where="objective=")
+    check_option("inputs", inputs, Inputs, "kind of inputs", "each rank's part of the batch; 'global': all of it")
+    return join_ranks(mesh)
 
 
 def _shard(
@@ -119,11 +117,11 @@ def _shard(
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     ranks: Ranks,
-    aim: Objective,
+    objective: ObjectiveLike | None,
     inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
-    compiler: Compiler | None,
 ) -> ShardedModule:
+    aim = read_aim(objective, device_type(model))
     check_examples(example_inputs, example_kwargs)
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(
@@ -133,7 +131,6 @@ def _shard(
             attempt="example_inputs=(x,) or example_kwargs={...}; tensors on the meta device will do",
         )
     has_example = example_inputs is not None or example_kwargs is not None
-    aim = replace(aim, compiles=compiler is not None)
     with torch.inference_mode(False):
         # what to cut, the plan will say
         made = ShardedModule(
@@ -144,12 +141,26 @@ def _shard(
             whole_batches=inputs == "global",
             cut=not has_example,
             weights=weights,
-            compiler=compiler,
+            compiler=compiler_of(read_objective(objective).compile, where="objective="),
         )
     if has_example:
         with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
             made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
+
+
+class Build(TypedDict, total=False):
+    """How `from_pretrained` builds the model."""
+
+    adapter: str | os.PathLike[str] | None
+    """The folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`."""
+    train: bool
+    """Whether to capture and return the model in train mode, with the adapter's parameters trainable; otherwise in eval
+    mode, as transformers returns it. After `model.train()` the next call captures a graph of its own."""
+    dtype: torch.dtype | str | None
+    """The dtype of the parameters; None: the config's, or the files', as in transformers."""
+    device: torch.device | str | None
+    """The device of the slices; None: the CPU."""
 
 
 def from_pretrained(
@@ -158,44 +169,43 @@ def from_pretrained(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
-    adapter: str | os.PathLike[str] | None = None,
-    train: bool = False,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    memory: str | float | None = None,
-    machine: MachineLike | None = None,
-    axes: Axes = "weights",
-    recompute: str | Sequence[str] = (),
-    mode: Mode = "train",
-    mesh: MeshLike | None = None,
-    data: DataLike | None = None,
+    mesh: MeshLike = None,
+    objective: ObjectiveLike | None = None,
     inputs: Inputs = "local",
-    compile: CompileOptions = False,
+    **build: Unpack[Build],
 ) -> ShardedModule:
-    """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
+    """The sharded model of a folder that transformers' `save_pretrained` wrote. No rank ever stores it in full.
 
         model = ts.from_pretrained("llama", "auto", example_kwargs={"input_ids": ids, "use_cache": False})
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, mesh, data, inputs, compile: as
-            in `shard`.
-        adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
-        train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
-            as transformers returns it. `model.train()` later on has its own graph captured at the next call.
-        dtype: of the parameters; None for the config's, or that of the files, as in transformers.
-        device: where the slices go; None for the CPU.
+        plan, example_inputs, example_kwargs, mesh, objective, inputs: as in `shard`.
+        build: how the model is built. `adapter`: the folder of an adapter of peft (LoRA and others), with which the
+            model is a `PeftModel`. `train`: capture and return the model in train mode, with the adapter's parameters
+            trainable; by default it is in eval mode, as transformers returns it, and `model.train()` has the next call
+            capture a graph of its own. `dtype`: of the parameters; by default the config's, or the files', as in
+            transformers. `device`: of the slices; by default the CPU.
 
     Returns:
         the model of the class that the config names.
 
     Raises:
-        InputError: the folder has no model of transformers, or one that can't be built, and as `shard`.
+        InputError: the folder has no model of transformers, or one that can't be built; or as `shard`.
         PlanError, CaptureError, DistributedError: as `shard`.
     """
-    compiler = compiler_of(compile, where="from_pretrained(compile=...)")
-    check_inputs(inputs)
-    ranks = join_ranks(mesh, data)
+    strangers = build.keys() - Build.__annotations__.keys()
+    if strangers:
+        name, known = min(strangers), list(Build.__annotations__)
+        near = difflib.get_close_matches(name, [*known, "mesh", "objective", "inputs"], n=1)
+        raise InputError(
+            f"a model is not built by {name!r}",
+            where=f"from_pretrained({name}=...)",
+            why=f"it is built by {', '.join(known)}",
+            attempt=f"{near[0]}=" if near else "objective= for what the plan is optimised for, mesh= for the ranks",
+        )
+    adapter, train, dtype = build.get("adapter"), build.get("train", False), build.get("dtype")
+    ranks = _joined(mesh, objective, inputs)
 
     def built() -> tuple[nn.Module, Weights]:
         with without_garbage_collection():
@@ -206,85 +216,54 @@ def from_pretrained(
             return (model, weights) if adapter is None else with_adapter(model, weights, adapter, is_trainable=train)
 
     model, read = ranks.run_on_all(built, InputError, "the ranks can't build this model together")
-    if device is not None:
-        model = model.to(device)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, aim, inputs, read, compiler)
-
-
-def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:
-    if mode != "infer" or example_inputs or example_kwargs:
-        raise InputError(
-            "batch= and length= are those of a decode step",
-            where="plan",
-            why="the example inputs have sizes of their own" if mode == "infer" else f"the mode is {mode!r}",
-            attempt='mode="infer", batch=8, length=4096, without example inputs',
-        )
+    if build.get("device") is not None:
+        model = model.to(build["device"])
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, objective, inputs, read)
 
 
 def plan(
     model: nn.Module,
     plan: PlanLike = "auto",
-    *,
-    world_size: int | None = None,
-    mesh: MeshLike | None = None,
-    example_inputs: Sequence[Any] = (),
+    example_inputs: Sequence[Any] | DecodeStep | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    memory: str | float | None = None,
-    machine: MachineLike | None = None,
-    axes: Axes = "weights",
-    recompute: str | Sequence[str] = (),
-    mode: Mode = "train",
-    data: DataLike | None = None,
-    batch: int | None = None,
-    length: int | None = None,
+    *,
+    mesh: MeshLike = None,
+    objective: ObjectiveLike | None = None,
+    inputs: Inputs = "local",
 ) -> Plan:
-    """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
+    """The Plan for any number of ranks, on any machine, without a process group; a model on the meta device will do.
 
     Args:
-        plan: as in `shard`.
-        memory: bytes, or a text such as "24GiB", that a step may take on a rank: parameters and activations, and those
-            of training gradients and Adam's state. The plan is the fastest found that fits. Without it the weights are
-            split as far as they can be without sending more than that is worth, and the plan is the fastest of those. A
-            Plan that is given must fit.
-        machine: a `Machine`, the path of a file that `Machine.save` wrote, or a name of `MACHINES`: "h100x8" (without
-            it, where the model is not on a CPU), "cpu-memory" and "cpu-gloo" (on one: that by which the ranks talk),
-            "h200x8", "b200x8", "a100x8", "mi300x8", ...
-        axes: "weights" splits dims that weights bring into the model; "sequence" the sequence too, for lengths that are
-            multiples of the number of ranks; "all" batch and sequence too, for inputs of exactly these sizes.
-        recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values
-            that were sent or drawn are kept, so no collective is sent twice and dropouts are the same. The same happens
-            to what a model calls through `torch.utils.checkpoint`.
-        mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
-            have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
-            (`plan.costs.context`). A model that is sharded so runs other calls too.
-        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. `plan.axes` holds
-            one plan per axis, outermost first.
-        batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
-            many sequences, with so many tokens of each in the cache.
+        plan, objective, inputs: as in `shard`.
+        example_inputs, example_kwargs: as in `shard`; or a `DecodeStep`, for decoders of transformers and the objective
+            {"mode": "infer"}.
+        mesh: as in `shard`, with the number of ranks: `mesh=8`, `{"dp": 2, "tp": 4}`. `plan.axes` holds one plan per
+            axis, outermost first.
 
     Raises:
-        PlanError, CaptureError, InputError: as `shard`.
+        PlanError, CaptureError, InputError: as `shard`. With the objective's `memory` a given Plan must fit.
     """
-    ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
+    ranks = read_mesh(mesh)
+    check_option("inputs", inputs, Inputs, "kind of inputs", "a rank's part of the batch; 'global': all of it")
+    aim = read_aim(objective, device_type(model))
+    replaced: tuple[str, ...] = ()
+    if isinstance(example_inputs, DecodeStep):
+        example_kwargs, replaced = decode_example(model, example_inputs, example_kwargs, aim)
+        example_inputs = ()
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    replaced: tuple[str, ...] = ()
-    if batch is not None or length is not None:
-        _check_decodes(mode, example_inputs, example_kwargs)
-        example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
-    divides = ranks.parts > 1
-    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=divides)
+    call, divides = (example_inputs or (), example_kwargs), ranks.parts > 1
+    return _planned(model, plan, ranks, aim, *call, inputs, replaced=replaced, with_memory=divides)
 
 
 def _planned(
     model: nn.Module,
     plan: PlanLike,
     ranks: Mesh,
-    aim: Objective,
-    example_inputs: Sequence[Any],
-    example_kwargs: Mapping[str, Any] | None,
+    aim: Aim,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    inputs: Inputs,
     *,
     replaced: Sequence[str] = (),
     with_memory: bool = False,
@@ -292,39 +271,41 @@ def _planned(
     constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
     constraints = replace(constraints, steady=not aim.trains)
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
-        args, inputs = tuple(example_inputs or ()), dict[str, Layout]()
+        args, layouts = tuple(args), dict[str, Layout]()
         if constraints.batch_parts:
-            call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), constraints.batch_parts)
-            args, example_kwargs = call.rebuild(call.tensors)
-        made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
+            call = flatten_call(model, args, kwargs or {})
+            if inputs == "global":
+                layouts = layouts_of_parts(call, constraints.batch_parts)
+            else:
+                call, layouts = whole_batch(call, constraints.batch_parts)
+                args, kwargs = call.rebuild(call.tensors)
+        made = program(model, constraints, args, kwargs, batches=layouts, replaced=replaced, repeating=True)
         return made.priced(with_memory=with_memory)
 
 
 def meshes(
     model: nn.Module,
     plan: PlanLike = "auto",
-    *,
-    world_size: int,
-    example_inputs: Sequence[Any] = (),
+    example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    memory: str | float | None = None,
-    machine: MachineLike | None = None,
-    axes: Axes = "weights",
-    recompute: str | Sequence[str] = (),
+    *,
+    mesh: int,
+    objective: ObjectiveLike | None = None,
 ) -> Proposals:
-    """The meshes of so many ranks beside each other: what a training step of one batch takes on each, the best first.
+    """Compares the meshes of a number of ranks by the time of a training step of one batch, fastest first.
 
-        found = ts.meshes(model, world_size=64, example_inputs=(ids, labels), memory="80GiB")
+        found = ts.meshes(model, "auto", (ids, labels), mesh=64, objective={"memory": "80GiB"})
         print(found)                                                        # a table
-        model = ts.shard(model, found[0].plan, mesh=found[0].mesh, data=found[0].data)
+        model = ts.shard(model, found[0].plan, mesh=found[0].mesh)
 
-    Each has an axis for the batch, one for the weights, which stays within a host (`Machine.domain`), or both.
+    Each has an axis for the batch, one for the weights, which stays within a host (`Machine.domain`), or both. Meshes
+    that exceed the objective's memory come last.
 
     Args:
         plan: a dict of styles or "auto", as in `shard`.
-        example_inputs, example_kwargs: the batch of all ranks; tensors on the meta device will do.
-        memory: bytes that a step may take on a rank. What takes more comes last.
-        machine, axes, recompute: as in `plan`.
+        example_inputs, example_kwargs: the batch of all ranks, as for `inputs="global"`; meta tensors will do.
+        mesh: the number of ranks.
+        objective: as in `shard`, for the mode "train".
 
     Raises:
         CaptureError, InputError: as `plan`; or `plan` is a finished one. Meshes without a plan say why in the table.
@@ -336,26 +317,39 @@ def meshes(
             why="each mesh gets a plan of its own",
             attempt='a dict of module globs and styles, or "auto"',
         )
+    aim = read_aim(objective, device_type(model))
+    if not aim.trains:
+        raise InputError(
+            "meshes are compared by their training steps",
+            where="objective=",
+            why="calls without gradients need no mesh for the batch: each group of ranks serves calls of its own",
+            attempt='the objective without mode; or plan(..., objective={"mode": "infer"}) for each number of ranks',
+        )
+    if not isinstance(mesh, int):
+        raise InputError(
+            f"{mesh!r} is no number of ranks",
+            where="mesh=",
+            why="meshes finds the axes itself",
+            attempt="mesh=64",
+        )
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    call = flatten_call(model, tuple(example_inputs), dict(example_kwargs or {}))
-    aims = [objective(machine, limit, axes, device_type(model), recompute) for limit in dict.fromkeys((None, memory))]
+    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
     found, of_weights = list[Proposal](), dict[int, Plan]()
-    for mesh, data in proposed_meshes(checked_world_size(world_size, None), aims[0].machine.domain):
-        ranks, made, why = read_mesh(world_size, mesh, data), None, ""
-        for aim in aims:
-            shares_plan = aim.memory is None and bool(ranks.across)  # what holds weights does not change it
+    for axes in proposed_meshes(read_mesh(mesh).size, aim.machine.domain):
+        ranks, made, why = read_mesh(axes), None, ""
+        for wanted in aims:
+            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
             given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
             try:
-                part = part_of_batch(call, ranks.parts) if ranks.parts > 1 else call
-                args, kwargs = part.rebuild(part.tensors)
-                made = _planned(model, given, ranks, aim, args, kwargs, with_memory=True)
+                call = (example_inputs or (), example_kwargs)
+                made = _planned(model, given, ranks, wanted, *call, "global", with_memory=True)
             except (InputError, PlanError) as error:
                 why = f"{error.what}; try: {error.attempt}"
                 continue
             if shares_plan:
                 of_weights[ranks.last.size] = made
-            if Proposal(mesh, data, made, aims[-1].memory).fits:
+            if Proposal(axes, made, aim.memory).fits:
                 break
-        found.append(Proposal(mesh, data, made, aims[-1].memory, why))
+        found.append(Proposal(axes, made, aim.memory, why))
     return Proposals(found)

@@ -6,6 +6,7 @@ from torchshard.checking.check import Report, check
 from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
 from torchshard.checkpoints.saving import Saving, save
+from torchshard.compiler.decode_example import DecodeStep
 from torchshard.compiler.what_if import what_if
 from torchshard.core.errors import (
     CaptureError,
@@ -20,6 +21,7 @@ from torchshard.core.errors import (
 from torchshard.core.layouts import I, P, R, S
 from torchshard.plans.exchange import diff
 from torchshard.plans.machine import MACHINES, Machine
+from torchshard.plans.objective import Objective
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing import draw
 from torchshard.report.explain import explain
@@ -31,8 +33,9 @@ from torchshard.runtime.training import GradScaler, clip_grad_norm_
 from torchshard.weights.lazy import lazy
 
 __all__ = [
-    "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
-    "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError", "ShardedModule", "SliceWarning",
-    "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "load",
-    "measure_machine", "meshes", "network_of", "nn", "plan", "rule", "save", "save_pretrained", "shard", "what_if",
+    "CaptureError", "DecodeStep", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES",
+    "Machine", "Objective", "P", "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError",
+    "ShardedModule", "SliceWarning", "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain",
+    "from_pretrained", "lazy", "load", "measure_machine", "meshes", "network_of", "nn", "plan", "rule", "save",
+    "save_pretrained", "shard", "what_if",
 ]  # fmt: skip

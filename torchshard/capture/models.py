@@ -328,7 +328,7 @@ def _checked_module(model: object) -> nn.Module:
             "a model that torch.compile has wrapped can't be sharded",
             where="the model",
             why="compiled code does not show which ops it runs",
-            attempt="torchshard.shard(model._orig_mod, ..., compile=True), which compiles each rank's graphs",
+            attempt='shard(model._orig_mod, ..., objective={"compile": True}), which compiles the graphs of each rank',
         )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise InputError(
@@ -353,7 +353,7 @@ def _check_is_made(tensor: Tensor, role: str, name: str) -> None:
             f"{role} {name!r} is a DTensor",
             where=name,
             why="PyTorch has split it already",
-            attempt='the model before fully_shard or parallelize_module; data="shard" divides weights in that way',
+            attempt='the model before fully_shard or parallelize_module; mesh="shard" divides weights in that way',
         )
     if is_lazy(tensor):
         raise InputError(

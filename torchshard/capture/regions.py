@@ -124,7 +124,7 @@ def _refuse_enabled(ops: Sequence[fx.Node]) -> None:
             "the model enables gradients inside of forward, and is called without",
             where="torch.enable_grad() in forward",
             why="a graph runs in one grad mode, that of the call",
-            attempt='call the model with gradients enabled, outside of torch.no_grad(); plan it with mode="train"',
+            attempt="call the model with gradients enabled, outside of torch.no_grad(); plan it in mode 'train'",
         )
 
 

@@ -1,6 +1,6 @@
 """Compares a sharded program with the unsharded model: outputs, written buffers and every gradient.
 
-    >>> print(ts.check(model, plan, world_size=4, example_inputs=(x,)))
+    >>> print(ts.check(model, plan, (x,), mesh=4))
     exact: 4 ranks, 1 outputs, 0 buffers, 0 input gradients, 12 parameter gradients, tolerance 1e-10
       largest error of outputs               2.2e-16
       ...
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,7 +34,7 @@ from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, 
 from torchshard.checking.steps import Run, Trial
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
-from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.compiler.prepare import check_examples, prepared
 from torchshard.compiler.program import Program, program
 from torchshard.core.columns import Notebook, counted
@@ -44,7 +44,7 @@ from torchshard.core.sharding import Sharding
 from torchshard.ir.axes import shardings_of
 from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
-from torchshard.plans.machine import Axes, MachineLike, objective
+from torchshard.plans.objective import ObjectiveLike, read_aim
 
 T = TypeVar("T")
 BY_CALLS = "the graph of calls without gradients: under autograd nothing differs"
@@ -149,18 +149,13 @@ class Report(Notebook):
 @torch.enable_grad()
 def check(
     model: nn.Module,
-    plan: PlanLike,
+    plan: PlanLike = "auto",
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
     *,
-    world_size: int | None = None,
-    mesh: MeshLike | None = None,
-    example_inputs: Sequence[object] = (),
-    example_kwargs: Mapping[str, object] | None = None,
+    mesh: MeshLike = None,
+    objective: ObjectiveLike | None = None,
     dtype: torch.dtype | None = torch.float64,
-    memory: str | float | None = None,
-    machine: MachineLike | None = None,
-    axes: Axes = "weights",
-    recompute: str | Sequence[str] = (),
-    data: DataLike | None = None,
 ) -> Report:
     """Compares outputs, written buffers and all gradients with the unsharded model's.
 
@@ -169,29 +164,36 @@ def check(
     Args:
         model: the unsharded model, on any device; it and its gradients stay as they are.
         plan: as in `shard`.
-        world_size: any number of ranks; with a mesh it may be left out.
-        mesh: as in `shard`.
-        example_inputs, example_kwargs: the arguments of the call of `model`.
+        objective: as in `shard`, for the mode "train", because gradients are compared.
+        example_inputs, example_kwargs: the arguments of a call of `model`, with the batch of all ranks, as for
+            `inputs="global"`.
+        mesh: as in `shard`, with any number of ranks: `mesh=8`, `{"dp": 2, "tp": 4}`.
         dtype: the floating dtype to compare in (model and inputs are cast), or None to keep them.
             If the model then computes in less than float64 anywhere, its graph is compared in
             float64 too, and the capture of a narrower model with the model cast to float64: a
             missing collective may change less than bfloat16 rounds away.
-        data: as in `shard`; the example inputs are the batch of all ranks.
-        memory, machine, axes, recompute: the criteria for the best plan; see `plan`.
 
     Raises:
-        InputError: the model does not run in `dtype`.
+        InputError: the model does not run in `dtype`, or the objective is for calls without gradients.
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is
             reported, not raised: see `Report.raise_on_error`.
     """
-    ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
+    ranks = read_mesh(mesh)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    check_inputs(model, flatten_call(model, example_inputs, example_kwargs or {}))
-    reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})
+    args, kwargs = list(example_inputs or ()), dict(example_kwargs or {})
+    check_inputs(model, flatten_call(model, args, kwargs))
+    reference = copy_with_values(model)
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(reference), recompute)
+    aim = read_aim(objective, device_type(reference))
+    if not aim.trains:
+        raise InputError(
+            "a check compares gradients",
+            where="objective=",
+            why="a graph for calls without gradients need not sum them over the ranks",
+            attempt='the objective without mode; the plan may be what plan(..., objective={"mode": "infer"}) returns',
+        )
     constraints = read_constraints(ModelFacts.of(reference), plan, ranks, aim)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}

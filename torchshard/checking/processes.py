@@ -28,7 +28,7 @@ from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import is_float
-from torchshard.plans.machine import Objective
+from torchshard.plans.objective import Aim
 from torchshard.runtime.module import ShardedModule
 
 ModelCall = tuple[nn.Module, Sequence[object], Mapping[str, object] | None]
@@ -66,7 +66,7 @@ class _Gathered:
 
 
 def check_processes(
-    make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, world_size: int, aim: Objective
+    make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, world_size: int, aim: Aim
 ) -> Report:
     """Compares a step of real ranks with the unsharded model's.
 
@@ -108,7 +108,7 @@ def _build(make: Callable[..., ModelCall], make_args: tuple[object, ...]) -> Mod
     return in_dtype(model, args, kwargs or {}, torch.float64)
 
 
-def _run_rank(make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, aim: Objective) -> Pieces:
+def _run_rank(make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, aim: Aim) -> Pieces:
     """The step of one rank; called in each process."""
     init_process_group()
     model, args, kwargs = _build(make, make_args)

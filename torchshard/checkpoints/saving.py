@@ -31,8 +31,8 @@ from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import dtype_text
 from torchshard.core.mesh import MODEL
 from torchshard.core.sharding import split_text
+from torchshard.core.units import read_size
 from torchshard.distributed.ranks import Ranks
-from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import digest
 

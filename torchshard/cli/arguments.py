@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchshard.compiler.meshes import MeshLike
 
 _MODEL = (
     "a built-in name such as llama-3-8b (any other lists all); module:factory; a Hugging Face config.json, or a folder "
@@ -13,21 +17,42 @@ _MODEL = (
 _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 
 
-_SAME = ("axes", "batch", "data", "length", "machine", "memory", "mesh", "mode", "recompute")
-_OPTIONS = {name: f"--{name}" for name in _SAME} | {"world_size": "--ranks"}
-"""An argument of the library's functions -> the option that sets it."""
+_OBJECTIVE = ("machine", "memory", "mode", "recompute", "split")
+_OPTIONS = ("batch", "length", "mesh", *_OBJECTIVE)
+"""The arguments of the library's functions, and the fields of their objective, that options set."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
+_FIELDS = re.compile(r"\bobjective=\{([^{}]*)\}")
 
 
 def as_options(text: str) -> str:
-    """Rewrites arguments of functions in a text as options: 'mesh={"dp": 2}' as '--mesh dp=2'."""
+    """Rewrites arguments of functions in a text as options.
+
+    'mesh={"dp": (2, "shard")}' becomes '--mesh dp=2:shard', 'mesh=2' becomes '--ranks 2'.
+    """
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
-        plain = re.sub(r'[{}" ]', "", value).replace(":", "=")
-        return f"{_OPTIONS[name]} {plain}".rstrip()
+        name = "ranks" if name == "mesh" and value.isdigit() else name
+        axes = re.sub(r"""['"](\w+)['"]: *""", r"\1=", value)
+        axes = re.sub(r"""\((\d+), *['"](\w+)['"]\)""", r"\1:\2", axes)
+        plain = re.sub(r"""[{}'" ]""", "", axes)
+        return f"--{name} {plain}".rstrip()
 
-    return _ARGUMENT.sub(option, text)
+    def fields(found: re.Match[str]) -> str:
+        return re.sub(r'"(\w+)": "?([^",]*)"?,?', r"--\1 \2", found[1])
+
+    return _ARGUMENT.sub(option, _FIELDS.sub(fields, text))
+
+
+def mesh_of(options: argparse.Namespace) -> MeshLike:
+    """Returns the requested mesh, or number of ranks; two ranks by default."""
+    given: MeshLike = options.ranks if options.mesh is None else options.mesh
+    return 2 if given is None else given
+
+
+def objective_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the requested objective: those of its fields that the command has options for."""
+    return {name: getattr(options, name) for name in _OBJECTIVE if hasattr(options, name)}
 
 
 def model(command: argparse.ArgumentParser) -> None:
@@ -63,11 +88,11 @@ def _pin(text: str) -> tuple[str, str]:
 
 def planning(command: argparse.ArgumentParser) -> None:
     """Adds the ranks, their mesh, and the constraints on a plan."""
-    command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
-    command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
-    text = "the ranks, or those of all axes of the mesh but the last, divide the batch; shard: and hold slices of the "
-    text += "weights; or by axis: dp=replicate,fsdp=shard"
-    command.add_argument("--data", type=_data, metavar="WAY", help=text)
+    ranks = command.add_mutually_exclusive_group()
+    ranks.add_argument("--ranks", type=int, metavar="N", help="number of ranks that split the weights (2)")
+    text = "the axes of the ranks, outermost first: all but the last split the batch, dp=8,tp=4; or by axis, with "
+    text += "copies of the weights, slices of them, or both: dp=2:replicate,fsdp=4:shard"
+    ranks.add_argument("--mesh", type=_mesh, metavar="AXES", help=text)
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     pins(command)
 
@@ -90,7 +115,7 @@ def aim(command: argparse.ArgumentParser) -> None:
     """Adds the objective of the planner."""
     where(command)
     command.add_argument(
-        "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
+        "--split", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
     )
     command.add_argument(
         "--recompute",
@@ -101,26 +126,18 @@ def aim(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _mesh(text: str) -> dict[str, int]:
-    """Parses the axes of a mesh: 'dp=8,tp=4'."""
-    sizes = _by_name(text)
-    if not all(name and size.isdecimal() for name, size in sizes.items()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
-    return {name: int(size) for name, size in sizes.items()}
-
-
-def _data(text: str) -> str | dict[str, str]:
-    """Parses a way to split the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
-    ways = _by_name(text)
-    return text if list(ways) == [""] else ways
-
-
-def _by_name(text: str) -> dict[str, str]:
-    """Parses one value per axis: 'dp=8,tp=4'."""
-    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
-    if len(pairs) > len(dict(pairs)):
-        raise argparse.ArgumentTypeError(f"{text!r} says two things of one axis")
-    return dict(pairs)
+def _mesh(text: str) -> dict[str, int | tuple[int, str]]:
+    """Parses the axes of a mesh: 'dp=8:shard,tp=4'."""
+    found = dict[str, int | tuple[int, str]]()
+    for part in text.split(","):
+        axis = re.fullmatch(r"([^=:]+)=(\d+)(?::(\w+))?", part)
+        if axis is None:
+            raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4 or dp=8:shard,tp=4")
+        name, size, holds = axis.groups()
+        if name in found:
+            raise argparse.ArgumentTypeError(f"{text!r} says two things of one axis")
+        found[name] = int(size) if holds is None else (int(size), holds)
+    return found
 
 
 def mode(command: argparse.ArgumentParser) -> None:

@@ -152,29 +152,17 @@ def _planned(options: argparse.Namespace) -> Plan:
     from torchshard.cli.sources import Example, read_source
 
     source = read_source(options.model, Example.of(options), options.weights)
-    sizes = {} if options.length is None else {"batch": options.batch, "length": options.length}
+    step = None if options.length is None else ts.DecodeStep(options.batch, options.length)
+    mesh, objective = arguments.mesh_of(options), arguments.objective_of(options)
     with progress(is_logged=options.verbose):
         return ts.plan(
             source.model,
             _wanted(options),
-            world_size=_world_size(options),
-            mesh=options.mesh,
-            data=options.data,
-            example_inputs=() if sizes else source.args,
-            example_kwargs=None if sizes else source.kwargs,
-            mode=options.mode,
-            **sizes,
-            memory=options.memory,
-            machine=options.machine,
-            axes=options.axes,
-            recompute=options.recompute,
+            step or source.args,
+            source.kwargs if step is None else None,
+            mesh=mesh,
+            objective=objective,
         )
-
-
-def _world_size(options: argparse.Namespace) -> int | None:
-    """Returns the requested number of ranks; None: the mesh's."""
-    ranks: int | None = options.ranks
-    return 2 if ranks is None and options.mesh is None else ranks
 
 
 def _wanted(options: argparse.Namespace) -> PlanLike:
@@ -258,13 +246,11 @@ def _meshes(options: argparse.Namespace) -> int:
     with progress(is_logged=options.verbose, several=True):
         found = ts.meshes(
             source.model,
-            world_size=options.ranks,
-            example_inputs=source.args,
-            example_kwargs=source.kwargs,
-            memory=options.memory,
-            machine=options.machine,
-            axes=options.axes,
-            recompute=options.recompute,
+            "auto",
+            source.args,
+            source.kwargs,
+            mesh=options.ranks,
+            objective=arguments.objective_of(options),
         )
     print(found)
     return 0
@@ -305,7 +291,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
 
     defaults = _parser().parse_args(["show", options.model])
     names = (
-        "weights", "dtype", "labels", "ranks", "mesh", "data", "plan", "pin", "memory", "machine", "axes", "recompute",
+        "weights", "dtype", "labels", "ranks", "mesh", "plan", "pin", "memory", "machine", "split", "recompute",
         "mode", "batch", "sequence", "length",
     )  # fmt: skip
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
@@ -333,7 +319,7 @@ def _draw(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import check_source
 
-    report = check_source(options, _wanted(options), _world_size(options))
+    report = check_source(options, _wanted(options), arguments.mesh_of(options), arguments.objective_of(options))
     print(report)
     return 0 if report.ok else DIFFERENT
 

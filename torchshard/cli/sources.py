@@ -31,10 +31,10 @@ from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.constraints import PlanLike
-from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import InputError, ShardError, first_line, in_short
 from torchshard.core.user_files import is_user_file
-from torchshard.plans.machine import Axes, MachineLike, objective
+from torchshard.plans.objective import ObjectiveLike, read_aim
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
@@ -335,57 +335,36 @@ def _inputs(config: object, model: nn.Module, example: Example, path: Path) -> d
 
 
 class CheckOptions(ExampleOptions, Protocol):
-    """The arguments of the command `check`."""
+    """The arguments of the command `check`, apart from the plan, the mesh and the objective."""
 
     model: str
-    mesh: dict[str, int] | None
-    data: DataLike | None
     weights: str | None
-    memory: str | None
-    machine: MachineLike | None
-    axes: Axes
-    recompute: list[str]
     processes: bool
 
 
-def check_source(options: CheckOptions, plan: PlanLike, world_size: int | None) -> Report:
+def check_source(options: CheckOptions, plan: PlanLike, mesh: MeshLike, objective: ObjectiveLike) -> Report:
     """Runs `torchshard.check` on simulated ranks, or on processes that communicate.
 
     Args:
-        plan: see `torchshard.check`.
-        world_size: the number of ranks; None: the mesh's.
+        plan, mesh, objective: see `torchshard.check`.
 
     Raises:
         InputError: processes can't run the requested check.
     """
-    ranks = checked_world_size(world_size, options.mesh)
-    parts = read_mesh(ranks, options.mesh, options.data).parts
-    example = Example.of(options)._replace(batch=options.batch * parts)
+    ranks = read_mesh(mesh)
+    example = Example.of(options)._replace(batch=options.batch * ranks.parts)
     place = (options.model, example, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)
-        return check(
-            model,
-            plan,
-            world_size=ranks,
-            mesh=options.mesh,
-            data=options.data,
-            example_inputs=args,
-            example_kwargs=kwargs,
-            memory=options.memory,
-            machine=options.machine,
-            axes=options.axes,
-            recompute=options.recompute,
-        )
-    if parts > 1:
+        return check(model, plan, args, kwargs, mesh=mesh, objective=objective)
+    if ranks.parts > 1:
         raise InputError(
             "ranks that divide the batch are checked in one process",
-            where="--processes with --mesh or --data",
+            where="--processes with --mesh",
             why="processes are compared with the unsharded model for one batch that all of them have",
             attempt="without --processes",
         )
-    aim = objective(options.machine, options.memory, options.axes, "cpu", options.recompute)
-    return check_processes(real_source, place, plan, ranks, aim)
+    return check_processes(real_source, place, plan, ranks.size, read_aim(objective, "cpu"))
 
 
 def real_source(

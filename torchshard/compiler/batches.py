@@ -29,16 +29,6 @@ def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tupl
     return _with_batch(inputs, layouts, batch * ranks), layouts
 
 
-def part_of_batch(inputs: Leaves, ranks: int) -> Leaves:
-    """The call's tensors, with batched tensors cut to a rank's part on the meta device.
-
-    Raises:
-        InputError: see `divided_batch`.
-    """
-    batch, _ = _batch(inputs)
-    return _with_batch(inputs, layouts_of_parts(inputs, ranks), batch // ranks)
-
-
 def divided_batch(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, ranks: int
 ) -> dict[str, Layout]:

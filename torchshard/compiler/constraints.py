@@ -13,9 +13,10 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
+from torchshard.core.units import size_text
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import AxisPlan, Stored
-from torchshard.plans.machine import Objective, objective, size_text
+from torchshard.plans.objective import Aim, read_aim
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
@@ -28,7 +29,7 @@ class Constraints:
     """The requirements for a plan, and the objective for which the best one is sought."""
 
     mesh: Mesh
-    objective: Objective
+    aim: Aim
     pins: Mapping[str, tuple[str, Style]] = field(default_factory=dict)
     """Module path -> (key of the user's dict, style)."""
     plan: AxisPlan | None = None
@@ -53,14 +54,14 @@ class Constraints:
     @property
     def is_static(self) -> bool:
         """Whether the plan is for a single batch and sequence size, and the capture has fixed sizes."""
-        return self.objective.axes == "all" if self.plan is None else self.plan.static
+        return self.aim.split == "all" if self.plan is None else self.plan.static
 
     @property
     def splits_sequence(self) -> bool:
         """Whether to split the sequence, where its length allows."""
         if self.plan is not None:
             return self.plan.splits_dynamic
-        return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
+        return self.aim.split == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
 
     @property
     def data(self) -> Data | None:
@@ -92,7 +93,7 @@ class Constraints:
         batch = {BATCH: self.batch_parts} if self.batch_parts else {}
         if self.data:
             return batch
-        is_limited = self.plan is None and self.objective.memory is not None and self.objective.trains
+        is_limited = self.plan is None and self.aim.memory is not None and self.aim.trains
         splits_sequence = self.splits_sequence or (is_limited and not self.is_static)
         return batch | ({SEQUENCE: self.axis.size} if splits_sequence else {})
 
@@ -103,8 +104,8 @@ class Constraints:
             return [self]
         found, neighbours = list[Constraints](), self.axis.size  # the distance between neighbours on an axis
         for axis in reversed(self.mesh.across):
-            machine = self.objective.machine.across(neighbours)
-            aim = replace(self.objective, machine=machine, memory=None, axes="weights", recompute=())
+            machine = self.aim.machine.across(neighbours)
+            aim = replace(self.aim, machine=machine, memory=None, split="weights", recompute=())
             found.append(Constraints(Mesh((axis,)), aim))
             neighbours *= axis.size
         return found[::-1]
@@ -115,7 +116,7 @@ class Constraints:
 
     def with_gradients(self, trains: bool) -> Constraints:
         """A copy for calls with gradients, or without."""
-        return replace(self, objective=replace(self.objective, trains=trains))
+        return replace(self, aim=replace(self.aim, trains=trains))
 
     def with_inputs(self, inputs: Mapping[str, Layout], left: Mapping[str, Layout] | None = None) -> Constraints:
         """A copy for a call that takes split tensors of earlier calls, and may leave some itself."""
@@ -134,25 +135,25 @@ class Constraints:
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
-def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Objective | None = None) -> Constraints:
+def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Aim | None = None) -> Constraints:
     """Reads a plan in any of its forms, and checks it against the model.
 
     Args:
         aim: by default the fastest step on a machine of the model's kind of device.
 
     Raises:
-        InputError: `axes` allows splits that are impossible on a mesh that splits the batch.
+        InputError: the objective allows splits that are impossible on a mesh that splits the batch.
         PlanError: the plan can't be read, was made for a different number of ranks or a different
             model, it or `recompute` matches no module, or the memory is too small for any plan.
     """
-    aim = aim or objective(None, device=facts.device)
+    aim = aim or read_aim(device=facts.device)
     wanted, axis = read_plan(plan), mesh.last
-    if axis.data and aim.axes != "weights":
+    if axis.data and aim.split != "weights":
         raise InputError(
             "the ranks divide the batch, and nothing else",
-            where=f"axes={aim.axes!r} with data={axis.data!r}",
+            where=f"split {aim.split!r} of an objective, on ranks that hold {axis.data!r}",
             why="there is one axis of ranks",
-            attempt="without axes=",
+            attempt="the objective without split",
         )
     if any(each.data for each in mesh.axes):
         _check_same_data(wanted, axis.data)
@@ -226,15 +227,15 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
         raise PlanError(
             "the plan divides something else than it is asked for",
             where="the plan",
-            why=f"it was made with data={plan.last.data!r}, and is used with data={data!r} over its axis",
-            attempt=f"a plan made with data={data!r}; or without data= and mesh=, as the plan says",
+            why=f"it was made for an axis that holds {plan.last.axis.holds!r}; here it holds {data or 'weights'!r}",
+            attempt=f"a plan made for this mesh; or mesh={plan.world_size}, which divides as the plan does",
         )
     if not isinstance(plan, Plan) and plan and data:
         raise PlanError(
             "the ranks divide the batch, and the plan splits weights",
             where=f"plan key {next(iter(plan))!r}",
-            why=f"with data={data!r} there is nothing to choose: there is one axis of ranks, for one of the two",
-            attempt="the plan {}, or without data=",
+            why=f"the ranks hold {data!r}, and there is nothing to choose: one axis of ranks is for one of the two",
+            attempt="the plan {}, or a mesh with an axis for the weights",
         )
 
 
@@ -244,7 +245,7 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
             f"the plan is for {plan.world_size} ranks, the group has {axis.size}",
             where="Plan.world_size",
             why="slices of parameters and collectives are planned for one number of ranks",
-            attempt=f"a plan made with world_size={axis.size}, or {plan.world_size} ranks",
+            attempt=f"a plan made with mesh={axis.size}, or {plan.world_size} ranks",
         )
     sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
     if sizes and axis.size > max(sizes) and axis.data is None:
@@ -263,7 +264,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
         PlanError: even an equal share of the parameters, gradients and optimizer states exceeds the
             memory limit.
     """
-    axis, aim = constraints.axis, constraints.objective
+    axis, aim = constraints.axis, constraints.aim
     memory, parts = aim.memory, constraints.slices * (1 if constraints.data == "replicate" else axis.size)
     if memory is None:
         return
@@ -281,7 +282,8 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
 
 def more_slices(constraints: Constraints) -> str:
     """Names the change that makes a rank's slices of weights smaller."""
-    return 'data="shard"' if any(axis.data == "replicate" for axis in constraints.mesh.axes) else "more ranks"
+    copies = any(axis.data == "replicate" for axis in constraints.mesh.axes)
+    return 'mesh= with "shard" for the ranks of the batch' if copies else "more ranks"
 
 
 def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float, attempt: str) -> PlanError:

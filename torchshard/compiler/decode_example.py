@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,22 +20,45 @@ from torchshard.compiler.prepare import prepared
 from torchshard.core.errors import CaptureError, InputError, first_line
 from torchshard.core.types import is_count
 from torchshard.ir.graph import hint, results_of
+from torchshard.plans.objective import Aim
 
 CACHES = ("cache", "past_key_values", "cache_params")
 """The names under which versions of transformers pass a cache."""
 
 
-def decode_example(model: nn.Module, batch: int, length: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+@dataclass(frozen=True)
+class DecodeStep:
+    """A decode step of a transformers decoder, in place of example inputs: one token per sequence, and a filled cache.
+
+    ts.plan(model, "auto", ts.DecodeStep(batch=8, length=4096), mesh=8, objective={"mode": "infer"})
+    """
+
+    batch: int = 1
+    """The number of sequences."""
+    length: int = 1
+    """The number of tokens per sequence in the cache."""
+
+
+def decode_example(
+    model: nn.Module, step: DecodeStep, kwargs: Mapping[str, Any] | None, aim: Aim
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Keyword arguments of a decode step, on the meta device, and the names of the tensors it replaces.
 
     Args:
-        batch: the number of sequences.
-        length: the number of tokens per sequence in the cache.
+        kwargs: the user's example keyword arguments; there must be none.
 
     Raises:
-        InputError: the model is not from transformers or takes no cache, or a size is not a
-            positive int.
+        InputError: the model is not from transformers or takes no cache, a size is not a positive int, or
+            the plan is for training.
     """
+    batch, length = step.batch, step.length
+    if aim.trains or kwargs:
+        raise InputError(
+            "a decode step is an example of a call without gradients",
+            where="example_inputs=DecodeStep(...)",
+            why="the objective's mode is 'train'" if aim.trains else "there are example keyword arguments as well",
+            attempt='objective={"mode": "infer"}, and no example_kwargs',
+        )
     for option, size in (("batch", batch), ("length", length)):
         if not is_count(size):
             what = f"{size!r} is no size of a decode step"
@@ -65,8 +90,8 @@ def _shaped(result: object) -> object:
 
 def _no_decoder(model: nn.Module, why: str) -> InputError:
     return InputError(
-        f"no decode step of a {type(model).__name__} can be made from batch= and length=",
-        where="batch=, length=",
+        f"no decode step of a {type(model).__name__} can be made from its sizes",
+        where="DecodeStep(...)",
         why=why,
         attempt="example_kwargs= with the arguments of a step, its cache among them",
     )

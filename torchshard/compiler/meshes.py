@@ -1,16 +1,16 @@
-"""Reads the user's mesh: which axis splits the weights, and which axes split the batch."""
+"""Reads the user's mesh: its axes, which one splits the weights, and which ones split the batch."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping
-from typing import Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import DATA, SHORT, Data, Mesh, MeshAxis, data_names
+from torchshard.core.mesh import DATA, SHORT, Data, Holds, Mesh, MeshAxis, data_names
 from torchshard.core.types import is_count
-from torchshard.plans.machine import check_data
+from torchshard.plans.objective import check_option
 
 
 class DeviceMesh(Protocol):
@@ -25,36 +25,62 @@ class DeviceMesh(Protocol):
         """The number of ranks of each axis."""
 
 
-MeshLike: TypeAlias = Mapping[str, int] | DeviceMesh
-"""Axis names with their numbers of ranks, outermost first, or PyTorch's mesh."""
-DataLike: TypeAlias = Data | Mapping[str, Data]
-"""How ranks store weights over the axes that split the batch; by name, unless these are all axes but
-the last."""
+MeshLike: TypeAlias = (
+    int
+    | Data
+    | Mapping[str, int | tuple[int, Holds]]
+    | DeviceMesh
+    | tuple[DeviceMesh, Data | Mapping[str, Data]]
+    | None
+)
+"""The ranks and what they split. None: all ranks split the weights; a number: that many do. "replicate",
+"shard" or "shard_grad_op": all ranks split the batch. A dict: the axes by name, outermost first, each
+with its number of ranks, or with that and what it `Holds`: `{"dp": (2, "shard"), "tp": 4}`. A
+DeviceMesh: its axes; with a second item, what axes hold: `(mesh, {"dp": "shard"})`, or all but the last."""
 
 _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
 """Names that other libraries use for axes that split the batch."""
 
 
-def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> Mesh:
-    """The mesh of `world_size` ranks that share the work.
+class _Axes(NamedTuple):
+    """The axes of a user's mesh, outermost first."""
+
+    sizes: dict[str, int]
+    holds: dict[str, Holds]
+    """What axes hold, where the user says so."""
+    is_groups: bool = False
+    """Whether the mesh has process groups, so its axes are in any order."""
+
+
+def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
+    """Returns the mesh of the ranks that share the work.
+
+    Args:
+        world_size: the number of ranks, if it is known otherwise than by the mesh.
 
     Raises:
-        InputError: the mesh has a different number of ranks or several axes for the weights, or
-            `data` names an unknown axis.
+        InputError: the mesh has a different number of ranks or several axes for the weights, or the
+            number of ranks is missing.
     """
-    if mesh is None:
-        if isinstance(data, Mapping):
-            raise _error("there is no mesh whose axes it could name", "data=", 'mesh={"dp": 2, "tp": 4}')
-        if data is not None:
-            check_data(data)
-        return Mesh((MeshAxis(world_size, label=SHORT[DATA] if data else "", holds=data or "weights"),))
-    sizes = mesh_sizes(mesh)
-    total = math.prod(sizes.values())
-    if total != world_size:
-        text = " x ".join(map(str, sizes.values()))
-        what = f"a mesh of {text} has {total} ranks, and there are {world_size}"
-        raise _error(what, "mesh=", f"{total} ranks, or another mesh")
-    by_name = _data_by_name(list(sizes), data)
+    if mesh is None or isinstance(mesh, (int, str)):
+        holds: Holds = "weights"
+        if isinstance(mesh, str):
+            check_holds(mesh)
+            holds = mesh
+        number = mesh if isinstance(mesh, int) else world_size
+        if not is_count(number):
+            raise InputError(
+                "the number of ranks is missing" if number is None else f"{number!r} is no number of ranks",
+                where="mesh=",
+                why="it is an int of 1 or more, or a dict of axes with their numbers of ranks",
+                attempt=f'mesh={{"dp": (2, "{holds}")}}' if isinstance(mesh, str) else "mesh=2",
+            )
+        _check_size([number], world_size)
+        return Mesh((MeshAxis(number, label="" if holds == "weights" else SHORT[DATA], holds=holds),))
+    axes = _axes(mesh)
+    sizes = axes.sizes
+    _check_size(list(sizes.values()), world_size)
+    by_name = _of_the_batch(axes)
     for name in list(by_name):  # with several axes, an axis of one rank can't split the batch
         if sizes[name] == 1 and len(sizes) > 1:
             del sizes[name], by_name[name]
@@ -62,89 +88,106 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
     if len(split) > 1:
         raise _error(
             f"there is one axis for the weights; in this mesh {', '.join(split)} do not divide the batch",
-            "mesh=",
-            f'data={by_name | dict.fromkeys(split[:-1], "replicate")}, or "shard"',
+            _text(axes, by_name | dict.fromkeys(split[:-1], "replicate")),
         )
-    if isinstance(mesh, Mapping) and split and list(sizes) != [*by_name, *split]:
-        order = ", ".join(f"{name!r}: {sizes[name]}" for name in (*by_name, *split))
-        raise _error(
-            "consecutive ranks divide the batch, and ranks far apart the weights", "mesh=", f"the order {{{order}}}"
-        )
+    if not axes.is_groups and split and list(sizes) != [*by_name, *split]:
+        raise _error("consecutive ranks divide the batch, and ranks far apart the weights", _text(axes, by_name))
     if len(sizes) == 1:
         ((name, size),) = sizes.items()
         return Mesh((MeshAxis(size, label=name, holds=by_name.get(name, "weights")),))
     across = [
-        MeshAxis(sizes[label], name, label, holds)
-        for name, (label, holds) in zip(data_names(len(by_name)), by_name.items(), strict=True)
+        MeshAxis(sizes[label], name, label, data)
+        for name, (label, data) in zip(data_names(len(by_name)), by_name.items(), strict=True)
     ]
     last = MeshAxis(sizes[split[0]], label=split[0]) if split else MeshAxis(1, holds="replicate")
     return Mesh((*across, last))
 
 
-def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
-    """The given number of ranks, or a mesh's.
+def check_holds(holds: object) -> None:
+    """Checks what an axis holds.
 
     Raises:
-        InputError: the number is not an int of 1 or more.
+        InputError: `holds` is not one of `Holds`.
     """
-    if world_size is None and mesh is not None:
-        return math.prod(mesh_sizes(mesh).values())
-    if not is_count(world_size):
-        what = f"{world_size!r} is no number of ranks"
-        raise InputError(what, where="world_size=", why="it is an int of 1 or more", attempt="2")
-    return world_size
+    why = "the ranks split the weights; the others split the batch, with all weights or slices of them on each rank"
+    check_option("mesh", holds, Holds, "use of a mesh's axis", why)
 
 
-def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
-    """Axis names of a mesh, outermost first -> number of ranks.
+def _check_size(sizes: list[int], world_size: int | None) -> None:
+    total = math.prod(sizes)
+    if world_size is not None and total != world_size:
+        what = f"a mesh of {' x '.join(map(str, sizes))} has {total} ranks, and there are {world_size}"
+        raise _error(what, f"{total} ranks, or another mesh")
+
+
+def _axes(mesh: object) -> _Axes:
+    """Reads the axes of a dict or a DeviceMesh.
 
     Raises:
         InputError: it is not a mesh, or its axes are unnamed.
     """
+    sizes, holds = dict[str, int](), dict[str, Any]()
+    is_groups = not isinstance(mesh, Mapping)
     if isinstance(mesh, Mapping):
-        sizes: dict[str, int] = dict(mesh)
+        for name, given in mesh.items():
+            sizes[name] = given
+            if isinstance(given, (tuple, list)) and len(given) == 2:
+                sizes[name], holds[name] = given
     else:
-        names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+        groups, given = mesh if isinstance(mesh, tuple) and len(mesh) == 2 else (mesh, {})
+        names, shape = getattr(groups, "mesh_dim_names", None), getattr(groups, "shape", None)
         if not names or shape is None:
             attempt = 'init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp")), or {"dp": 2, "tp": 4}'
-            raise _error(f"a {type(mesh).__name__} is no mesh whose axes have names", "mesh=", attempt)
+            raise _error(f"a {type(groups).__name__} is no mesh whose axes have names", attempt)
         sizes = dict(zip(names, shape, strict=True))
+        holds = {**given} if isinstance(given, Mapping) else dict.fromkeys(names[:-1] or names, given)
     for name, size in sizes.items():
         if not is_count(size):
-            raise _error(f"the mesh has {size!r} ranks along {name!r}", "mesh=", '{"dp": 2, "tp": 4}')
+            raise _error(f"the mesh has {size!r} ranks along {name!r}", '{"dp": 2, "tp": 4}, or {"dp": (2, "shard")}')
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
-            raise _error(f"{name!r} is no name of an axis", "mesh=", "letters, digits, _ and -, such as 'dp'")
+            raise _error(f"{name!r} is no name of an axis", "letters, digits, _ and -, such as 'dp'")
+    for name, held in holds.items():
+        check_holds(held)
+        if name not in sizes:
+            raise _error(f"the mesh has no axis {name!r}", " or ".join(map(repr, sizes)))
     if not sizes:
-        raise _error("a mesh without axes has no ranks", "mesh=", '{"dp": 2, "tp": 4}')
-    return sizes
+        raise _error("a mesh without axes has no ranks", '{"dp": 2, "tp": 4}')
+    return _Axes(sizes, holds, is_groups)
 
 
-def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
-    """The axes that split the batch: the named axes, or all but the last of several."""
-    if not isinstance(data, Mapping):
-        if data is not None:
-            check_data(data)
-        if _BATCH_AXIS.match(names[-1]) and (len(names) > 1 or data is None):
-            raise _of_the_batch(names, data or "replicate")
-        return {} if data is None and len(names) == 1 else dict.fromkeys(names[:-1] or names, data or "replicate")
-    for name, kind in data.items():
-        check_data(kind)
-        if name not in names:
-            raise _error(f"the mesh has no axis {name!r}", "data=", " or ".join(map(repr, names)))
-    return {name: data[name] for name in names if name in data}
+def _of_the_batch(axes: _Axes) -> dict[str, Data]:
+    """Returns the axes that split the batch: those that hold data, by default all but the last of several.
+
+    Raises:
+        InputError: the last axis would split the weights, and is named like an axis of the batch.
+    """
+    names = list(axes.sizes)
+    if axes.holds:
+        found = dict[str, Data]()
+        for name in names:
+            held = axes.holds.get(name, "weights")
+            if held != "weights":
+                found[name] = held
+        return found
+    if _BATCH_AXIS.match(names[-1]):
+        by_batch: dict[str, Data] = {name: "replicate" for name in names if _BATCH_AXIS.match(name)}
+        raise InputError(
+            f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
+            where="mesh=",
+            why="of several axes all but the last divide the batch, and one axis alone divides the weights",
+            attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, by_batch)}",
+        )
+    return dict.fromkeys(names[:-1], "replicate")
 
 
-def _of_the_batch(names: list[str], data: Data) -> InputError:
-    """The error for a last axis that is named like a batch axis, but not given in `data`."""
-    ways = ", ".join(f"{name!r}: {data!r}" for name in names if _BATCH_AXIS.match(name))
-    return InputError(
-        f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
-        where="mesh=",
-        why="of several axes all but the last divide the batch, and one axis alone divides the weights",
-        attempt=f"the axis of the weights last; or say what divides the batch: data={{{ways}}}",
-    )
+def _text(axes: _Axes, data: Mapping[str, Data]) -> str:
+    """Returns the argument for these axes if those in `data` split the batch, which has them first."""
+    if axes.is_groups:
+        return f"mesh=(device_mesh, {dict(data)})"
+    names = [*(name for name in axes.sizes if name in data), *(name for name in axes.sizes if name not in data)]
+    return f"mesh={ {name: (axes.sizes[name], data[name]) if name in data else axes.sizes[name] for name in names} }"
 
 
-def _error(what: str, where: str, attempt: str) -> InputError:
+def _error(what: str, attempt: str) -> InputError:
     why = "a mesh names its axes, outermost first: consecutive ranks differ in the last one"
-    return InputError(what, where=where, why=why, attempt=attempt)
+    return InputError(what, where="mesh=", why=why, attempt=attempt)

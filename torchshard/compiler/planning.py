@@ -44,14 +44,14 @@ def plan_graph(
     Raises:
         PlanError: the constraints do not fit the graph, or every plan exceeds the memory limit.
     """
-    given, machine = constraints.plan, constraints.objective.machine
-    if given is not None and constraints.objective.any_machine:
+    given, machine = constraints.plan, constraints.aim.machine
+    if given is not None and constraints.aim.any_machine:
         machine = given.machine
     model = CostModel(machine, constraints.axis, recompute=constraints.recompute)
     limit = None
-    if constraints.objective.memory is not None:
+    if constraints.aim.memory is not None:
         slices, keeps = constraints.slices, constraints.keeps_gathered
-        limit = Limit(module, model, constraints.objective.memory, slices, keeps)
+        limit = Limit(module, model, constraints.aim.memory, slices, keeps)
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
@@ -80,7 +80,7 @@ def plan_graph(
     costs = _costs(problem, plan, result.gap, memory)
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
-    if limit is not None and not constraints.objective.trains:
+    if limit is not None and not constraints.aim.trains:
         costs = replace(costs, context=limit.longest(plan))
     return PlannedAxis(replace(plan, costs=costs), problem)
 
@@ -114,7 +114,7 @@ def best_plan(
     if constraints.plan is not None:
         return plan_graph(graph_for(module, constraints.plan), facts, constraints, is_first=is_first)
     gathering = plan_graph(module, facts, constraints, is_first=is_first)
-    holds_slices = constraints.data in ("shard", "shard_grad_op") and is_last and not constraints.objective.compiles
+    holds_slices = constraints.data in ("shard", "shard_grad_op") and is_last and not constraints.aim.compiles
     sending = _sending(module, constraints.axis) if holds_slices else None
     if sending is None:
         return gathering
@@ -142,13 +142,13 @@ def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResu
 
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:
     """The constraints for the search that follow from the user's plan and from fixed layouts."""
-    per_parameter = None if constraints.objective.memory is None else (2.0 + OPTIMIZER_STATES) / constraints.slices
+    per_parameter = None if constraints.aim.memory is None else (2.0 + OPTIMIZER_STATES) / constraints.slices
     common = GraphConstraints(
-        all_axes=constraints.objective.axes == "all",
+        all_axes=constraints.aim.split == "all",
         dynamic=constraints.splits_sequence or constraints.data is not None,
         weights=not constraints.data,
         per_parameter=per_parameter,
-        trains=constraints.objective.trains,
+        trains=constraints.aim.trains,
         steady=constraints.steady,
     )
     only, fixed = _carried_options(graph, constraints), constraints.fixed

@@ -227,7 +227,7 @@ def program(
         inputs=inputs or {},
         numbers=numbers,
         replaced=replaced,
-        trains=constraints.objective.trains,
+        trains=constraints.aim.trains,
         divided=constraints.divided,
     )
     # read for each capture, because a model may be cast or moved between two

@@ -25,7 +25,8 @@ from torchshard.ir.data import Equal, graph_data, graph_from
 from torchshard.ir.graph import placeholders, plain_shape
 from torchshard.planner.styles import OPS_OF_MODULES, Style
 from torchshard.plans.json_form import read_axis
-from torchshard.plans.machine import Machine, Objective
+from torchshard.plans.machine import Machine
+from torchshard.plans.objective import Aim
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,10 @@ def _check_parameters(graph: fx.Graph, facts: ModelFacts) -> None:
 
 
 def _constraints_data(constraints: Constraints) -> dict[str, Any]:
-    aim = constraints.objective
+    aim = constraints.aim
     return {
         "mesh": [dataclasses.asdict(axis) for axis in constraints.mesh.axes],
-        "objective": {f.name: getattr(aim, f.name) for f in dataclasses.fields(aim)} | {"machine": aim.machine.fields},
+        "aim": {f.name: getattr(aim, f.name) for f in dataclasses.fields(aim)} | {"machine": aim.machine.fields},
         "pins": {path: [key, style.name, style.whole_result] for path, (key, style) in constraints.pins.items()},
         "recompute": list(constraints.recompute),
         "steady": constraints.steady,
@@ -174,8 +175,8 @@ def _constraints_data(constraints: Constraints) -> dict[str, Any]:
 
 
 def _constraints(data: Mapping[str, Any]) -> Constraints:
-    aim = data["objective"]
-    objective = Objective(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
+    aim = data["aim"]
+    read = Aim(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
     mesh = Mesh(tuple(read_axis(axis) for axis in data["mesh"]))
     pins = {
         path: (is_of(str, key), Style(is_of(str, name), is_of(bool, whole)))
@@ -183,7 +184,7 @@ def _constraints(data: Mapping[str, Any]) -> Constraints:
     }
     return Constraints(
         mesh,
-        objective,
+        read,
         pins,
         recompute=texts(data["recompute"]),
         steady=is_of(bool, data["steady"]),

@@ -12,9 +12,10 @@ from torchshard.compiler.constraints import Constraints, check_memory, loaded
 from torchshard.compiler.program import Program, asked_again
 from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
+from torchshard.core.units import read_size
 from torchshard.planner.problem import PlannedAxis
 from torchshard.planner.styles import StyleWord, read_pins
-from torchshard.plans.machine import MachineLike, read_machine, read_size
+from torchshard.plans.machine import MachineLike, read_machine
 from torchshard.plans.plan import Plan
 
 
@@ -97,12 +98,12 @@ def _constraints(
             attempt='{"*.experts": "replicate"}',
         )
     facts, constraints = question.facts, question.constraints
-    aim = constraints.objective
+    aim = constraints.aim
     if machine is not None:
         aim = replace(aim, machine=read_machine(machine), any_machine=False)
     if memory is not None:
         aim = replace(aim, memory=read_size(memory))
-    wanted = replace(constraints, objective=aim, pins={**constraints.pins, **read_pins(pins, facts.modules)})
+    wanted = replace(constraints, aim=aim, pins={**constraints.pins, **read_pins(pins, facts.modules)})
     check_memory(facts, wanted)
     return wanted
 

@@ -76,6 +76,12 @@ def ranks_text(axes: Sequence[MeshAxis]) -> str:
     return f"{sizes} rank{'s' * bool(axes)}{names}"
 
 
+def mesh_option(mesh: Mapping[str, int | tuple[int, Holds]]) -> str:
+    """Returns a user's mesh as the command line writes it: 'dp=2:shard,tp=4'."""
+    items = [(name, (given,) if isinstance(given, int) else given) for name, given in mesh.items()]
+    return ",".join(f"{name}={':'.join(map(str, parts))}" for name, parts in items)
+
+
 Place: TypeAlias = Mapping[str, int]
 """A rank's position on a mesh: the name of each axis, in order -> its rank on it."""
 

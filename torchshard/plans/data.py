@@ -15,7 +15,8 @@ from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.mesh import Data, Holds, MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.core.sharding import Cut, Cuts, Sharding, local_shape, split_text
-from torchshard.plans.machine import Machine, size_text
+from torchshard.core.units import size_text
+from torchshard.plans.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,16 @@ class Costs:
     is better by more; 0 = proven optimal. With a memory limit: how much faster the plan without a
     limit is."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """'parameters', 'gradients', 'optimizer', 'caches', 'activations', 'peak' -> bytes per rank, with `memory=`."""
+    """'parameters', 'gradients', 'optimizer', 'caches', 'activations', 'peak' -> bytes per rank.
+
+    Empty without a memory limit, unless `torchshard.plan` splits the batch.
+    """
     whole: tuple[GatheredOps, ...] = ()
     """Expensive ops that run replicated or on gathered values."""
     fewer: Mapping[int, float] = field(default_factory=dict)
     """Number of ranks below the plan's -> seconds of a step with the same choices; 1: unsharded."""
     context: int | None = None
-    """The longest context that fits `memory=`, in tokens, for calls without gradients with a cache."""
+    """The longest context that fits the objective's memory, in tokens, for calls without gradients with a cache."""
     step: float | None = None
     """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
 
@@ -381,7 +385,7 @@ class PlanData:
 
     @property
     def step_memory(self) -> Mapping[str, float]:
-        """The bytes of a step on a rank, by kind, if `memory=` requested them."""
+        """The bytes of a step on a rank, by kind, as in `Costs.memory`."""
         return self.in_order[-1].costs.memory
 
     def held_text(self, name: str) -> str:

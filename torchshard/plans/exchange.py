@@ -10,8 +10,8 @@ from torchshard.core.columns import counted
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.paths import star_differences, star_numbers
+from torchshard.core.units import size_text, time_text
 from torchshard.plans.data import PlanData
-from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.table import held_otherwise, mesh_text
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {

@@ -17,7 +17,7 @@ from torchshard.core.types import is_of, texts
 from torchshard.plans.data import AxisPlan, Collective, Costs, GatheredOps, PlanData, Sent, Stored, Written
 from torchshard.plans.machine import Machine
 
-VERSION = 5
+VERSION = 6
 """The version of the JSON form."""
 
 

@@ -20,29 +20,18 @@ import difflib
 import json
 import math
 import os
-import re
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
-from torchshard.core.mesh import Data
 
 GIGA, TERA = 1e9, 1e12
 MachineName = Literal[
     "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-memory", "cpu-gloo"
 ]  # fmt: skip
-Axes = Literal["weights", "sequence", "all"]
-"""Dims that may be split. "weights": those that come from weights. "sequence": also the sequence,
-if its length is a multiple of the number of ranks. "all": also batch and sequence, for inputs of
-one size."""
-Inputs = Literal["local", "global"]
-"""The inputs that ranks pass when they split the batch: their own shard, or the full batch."""
-Mode = Literal["train", "infer"]
-"""Whether to plan training steps, or calls without gradients."""
 
 
 @dataclass(frozen=True)
@@ -170,146 +159,6 @@ communicate through its memory or by gloo. H100s are known to achieve 0.4 of the
 and 0.8 of its bytes (bus bandwidths as nccl-tests measures them); the others are assumed to achieve
 the same fractions. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX
 B200, MI300X. `torchshard.measure_machine` measures the present machine, except for a network."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """The criteria for the best plan."""
-
-    machine: Machine
-    memory: float | None = None
-    """Limit of a step's bytes on a rank; None: the weights are split as far as is worth it."""
-    axes: Axes = "weights"
-    """Which dims may be split."""
-    any_machine: bool = False
-    """Whether the user named no machine; a given plan is then priced for its own machine."""
-    recompute: tuple[str, ...] = ()
-    """Globs of the modules with values that backward recomputes."""
-    trains: bool = True
-    """Whether steps have a backward and parameters an optimizer; otherwise calls without gradients."""
-    compiles: bool = False
-    """Whether a rank's graphs will be compiled, so all sizes must be functions of the input sizes."""
-
-
-def objective(
-    machine: MachineLike | None,
-    memory: str | float | None = None,
-    axes: Axes = "weights",
-    device: str = "cuda",
-    recompute: str | Sequence[str] = (),
-    mode: Mode = "train",
-) -> Objective:
-    """Reads the user's options.
-
-    Args:
-        device: the type of the model's device. On CPUs the default machine is the one for this
-            process's backend.
-
-    Raises:
-        InputError: an option is invalid, such as an unknown machine's name or a `memory` that is
-            not a size.
-    """
-    axes_are = "dims of weights; 'sequence': that too; 'all': batch and sequence too"
-    _check_option("axes", axes, Axes, "choice of axes", axes_are)
-    _check_option("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients")
-    if mode == "infer" and recompute:
-        raise InputError(
-            "nothing is computed again without a backward",
-            where='recompute= with mode="infer"',
-            why="only values that a backward needs are kept, or computed again",
-            attempt="without recompute=",
-        )
-    from torchshard.ops import kernels  # imported here: the command line reads machine names without torch
-
-    default = MACHINES[f"cpu-{kernels().cpu_backend()}" if device == "cpu" else "h100x8"]
-    found = default if machine is None else read_machine(machine)
-    given: Any = () if recompute is None else recompute
-    globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
-    wrong = next((glob for glob in globs if not isinstance(glob, str)), None)
-    if wrong is not None:
-        raise InputError(
-            f"{wrong!r} names no modules",
-            where="recompute=",
-            why="modules are named by globs of their paths",
-            attempt='recompute="layers.*", or several: ["layers.0", "layers.1"]',
-        )
-    size, trains = read_size(memory), mode == "train"
-    return Objective(found, size, axes, machine is None, globs, trains)
-
-
-def check_data(data: object) -> None:
-    """Checks a way for ranks that split the batch to store weights.
-
-    Raises:
-        InputError: `data` is not one of `Data`.
-    """
-    _check_option("data", data, Data, "way to divide data", "each rank has all weights; the others: slices of them")
-
-
-def check_inputs(inputs: object) -> None:
-    """Checks which inputs ranks that split the batch pass.
-
-    Raises:
-        InputError: `inputs` is not one of `Inputs`.
-    """
-    _check_option("inputs", inputs, Inputs, "kind of inputs", "each rank's part of the batch; 'global': all of it")
-
-
-def _check_option(option: str, value: object, kinds: object, what: str, why: str) -> None:
-    known = get_args(kinds)
-    if value not in known:
-        raise InputError(
-            f"{value!r} is no {what}",
-            where=f"{option}=",
-            why=f"{known[0]!r}: {why}",
-            attempt=" or ".join(map(repr, known)),
-        )
-
-
-_UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
-          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
-
-
-def read_size(size: str | float | None, option: str = "memory") -> float | None:
-    """Returns a number of bytes, from a number or a text such as '24GiB' or '80 GB'.
-
-    Raises:
-        InputError: it is not a size.
-    """
-    if size is None or (isinstance(size, (int, float)) and not isinstance(size, bool) and 0 < size < math.inf):
-        return size
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", size) if isinstance(size, str) else None
-    if found is None or not float(found[1]):
-        raise InputError(
-            f"{size!r} is no size",
-            where=f"{option}=",
-            why="it is a number of bytes, or a text with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
-            attempt="'24GiB'",
-        )
-    return float(found[1]) * _UNITS[found[2]]
-
-
-def size_text(count: float) -> str:
-    """Returns '1.5 KiB' for 1536 bytes."""
-    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
-
-
-def time_text(seconds: float, sign: str = "") -> str:
-    """Returns '2.58 s', '25.8 ms', '310 us', '4.00 ns': three digits, at most three before the point.
-
-    Args:
-        sign: "+" to write the sign of a positive number.
-    """
-    rounded = abs(float(f"{seconds:.3g}"))
-    if 0 < rounded < TIMES[-1][0]:
-        return f"<1 {TIMES[-1][1]}"
-    unit, name = next((unit for unit in TIMES if rounded >= unit[0]), TIMES[0])
-    number = seconds / unit
-    return f"{number:{sign}#.3g} {name}" if 0 < rounded < 100 * unit else f"{number:{sign},.0f} {name}"
-
-
-TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def read_machine(machine: MachineLike) -> Machine:

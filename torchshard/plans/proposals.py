@@ -1,30 +1,28 @@
 """A comparison of meshes for a number of ranks: the costs of a step with the same batch on each.
 
-mesh            data       time     compute  over weights  over batch  memory per rank
-dp=8, tp=8      shard      118 ms   64%      25%           11%         11.2 GiB
+mesh             time     compute  over weights  over batch  memory per rank
+dp=8:shard,tp=8  118 ms   64%      25%           11%         11.2 GiB
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchshard.core.columns import Notebook, columns
-from torchshard.core.mesh import Data
-from torchshard.plans.machine import size_text, time_text
+from torchshard.core.mesh import Holds, mesh_option
+from torchshard.core.units import size_text, time_text
 from torchshard.plans.plan import Plan
 
-HEADER = ("mesh", "data", "time", "compute", "over weights", "over batch", "memory per rank")
+HEADER = ("mesh", "time", "compute", "over weights", "over batch", "memory per rank")
 
 
 @dataclass(frozen=True)
 class Proposal:
     """One mesh, and the costs of a step on it."""
 
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int | tuple[int, Holds]]
     """The `mesh` argument of `shard`."""
-    data: Data | None
     plan: Plan | None
     """The plan; None if planning failed."""
     limit: float | None = None
@@ -49,13 +47,13 @@ class Proposal:
 
     def cells(self) -> tuple[str, ...]:
         """Returns its texts, in the order of HEADER."""
-        names = ", ".join(f"{name}={size}" for name, size in self.mesh.items()), self.data or ""
+        name = mesh_option(self.mesh)
         if self.plan is None:
-            return (*names, "no plan", "", "", "", "")
+            return (name, "no plan", "", "", "", "")
         parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
         total = sum(parts.values())
         shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
-        return (*names, time_text(total), *shares, peak if self.fits else f"{peak}: too much")
+        return (name, time_text(total), *shares, peak if self.fits else f"{peak}: too much")
 
 
 class Proposals(list[Proposal], Notebook):
@@ -74,16 +72,16 @@ class Proposals(list[Proposal], Notebook):
         return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 
 
-def meshes(ranks: int, most: float) -> Iterator[tuple[dict[str, int], Data | None]]:
-    """Yields meshes of `ranks` ranks with an axis for the batch, the weights or both, and their `data`.
+def meshes(ranks: int, most: float) -> Iterator[dict[str, int | tuple[int, Holds]]]:
+    """Yields meshes of `ranks` ranks with an axis for the batch, the weights or both.
 
     Args:
         most: the most ranks that may split the weights.
     """
     for tp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= most):
         if tp == ranks:
-            yield {"tp": tp}, None
+            yield {"tp": tp}
             continue
-        sizes = {"dp": ranks // tp} | ({"tp": tp} if tp > 1 else {})
-        ways: tuple[Data, ...] = ("replicate", "shard")
-        yield from itertools.product([sizes], ways)
+        ways: tuple[Holds, ...] = ("replicate", "shard")
+        for holds in ways:
+            yield {"dp": (ranks // tp, holds)} | ({"tp": tp} if tp > 1 else {})

@@ -15,12 +15,12 @@ from torch._ops import OpOverload
 from torchshard.core.columns import counted, paragraph
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import ranks_text
+from torchshard.core.units import size_text
 from torchshard.ir.axes import mesh_of
 from torchshard.ir.graph import empty_module, is_view, nbytes, placeholders, results_of
 from torchshard.ir.listing import is_within, lines
 from torchshard.ops import Begin
 from torchshard.passes import Partition, has_backward, segments, step_graphs
-from torchshard.plans.machine import size_text
 
 Values = dict[Any, Any]
 """A node of a part, or the name of a value that several parts use -> the node of the step."""

@@ -286,12 +286,12 @@ _ERRORS: dict[str, tuple[str, str]] = {
         "the same backwards in the same order on every rank",
     ),
     SUMS: ("some ranks are within no_sync()", "no_sync() around the same calls on every rank"),
-    COMPILER: ("the ranks would compile the model with different options", "the same compile= on every rank"),
+    COMPILER: ("the ranks would compile the model with different options", "the same objective= on every rank"),
     CAPTURE: ("some ranks would capture a graph that others have", "the same calls since ts.shard on every rank"),
 }
 """A differing fact -> (the DistributedError's sentence, its advice). Other facts are about arguments."""
 
-SAME_BATCH = "the same batch on all ranks of a group; data= or mesh= where each has a part of its own"
+SAME_BATCH = "the same batch on all ranks of a group; mesh= where each has a part of its own"
 
 
 def call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:

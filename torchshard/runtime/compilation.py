@@ -2,7 +2,7 @@
 
 It compiles the graphs of a step, not `forward`: the ranks' verification can't be compiled, and
 captured graphs contain no branches. So each compiles in one piece, whether a user requests it by
-`ts.shard(..., compile=True)`, `model.compile()` or `torch.compile(model)`.
+`ts.shard(..., objective={"compile": True})`, `model.compile()` or `torch.compile(model)`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
 from torchshard.ops import DISPATCH, OPS, SENDING, Begin
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg
+from torchshard.plans.objective import CompileOptions
 from torchshard.weights.local_slice import LocalSlice
 
 log = logging.getLogger("torchshard.runtime.compilation")
-CompileOptions = bool | Mapping[str, Any] | None
-"""True for torch.compile's defaults, or its keyword arguments; False or None disables compilation."""
 
 
 class Compiler:
@@ -134,7 +133,7 @@ def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
         f"invalid compile {options!r}",
         where=where,
         why="expected True, False or a dict of torch.compile's keyword arguments",
-        attempt='compile=True, or compile={"backend": "aot_eager"}',
+        attempt='objective={"compile": True}, or {"compile": {"backend": "aot_eager"}}',
     )
 
 
@@ -175,9 +174,9 @@ def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return CaptureError(
             "torch.compile can't compile this rank's graph",
-            where="shard(compile=...)",
+            where="torch.compile",
             why=textwrap.shorten(f"{type(error).__name__}: {error}", 400),
-            attempt='compile={"backend": "aot_eager"} to see whether it is the backend; compile=False',
+            attempt='objective={"compile": {"backend": "aot_eager"}} to see whether it is the backend; or no compile',
         )
     if groups and (isinstance(error, dist.DistError) or "gloo" in str(error)):
         return collective_failed(groups[0], "a collective of a compiled graph", error)

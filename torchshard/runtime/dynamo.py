@@ -31,7 +31,7 @@ _compilers: dict[int, Compiler] = {}
 """The compilers of this process's calls of torch.compile, by number: traced code takes only constants."""
 _REASON = (
     "the ranks verify that they make the same call, and run its compiled graph; "
-    "in place of fullgraph=True use torchshard.shard(..., compile=True), whose graphs are whole"
+    'in place of fullgraph=True use torchshard.shard(..., objective={"compile": True}), whose graphs are whole'
 )
 
 

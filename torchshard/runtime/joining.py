@@ -8,9 +8,9 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard.compiler.meshes import DataLike, MeshLike, mesh_sizes, read_mesh
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import DATA, Mesh, MeshAxis
+from torchshard.core.mesh import DATA, Data, Mesh, MeshAxis
 from torchshard.distributed.group import Group, is_initialized
 from torchshard.distributed.process_groups import (
     Wanted,
@@ -25,7 +25,7 @@ DIFFERENT = "the ranks have different meshes"
 SAME_MESH = "the same mesh= on every rank"
 
 
-def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> Ranks:
+def join_ranks(mesh: MeshLike) -> Ranks:
     """Returns the ranks of a mesh, with this process's place among them.
 
     It makes missing groups, like `init_process_group`.
@@ -34,24 +34,25 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> Ranks:
         InputError: the mesh does not fit these ranks; see `read_mesh`.
         DistributedError: `init_process_group` has made other groups than the mesh has.
     """
-    if mesh is None:
+    if mesh is None or isinstance(mesh, (int, str)):
         if not is_initialized():
             init_process_group()
         everyone = Ranks.own()
         if is_made_for_mesh():
-            everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
+            everyone.run_on_all(partial(_check_named, mesh), DistributedError, DIFFERENT)
             everyone.verify({"the mesh": "none"}, DIFFERENT, SAME_MESH)
-        return _of_one_axis(everyone.group, read_mesh(everyone.group.size, None, data).last)
+        return _of_one_axis(everyone.group, read_mesh(mesh, everyone.group.size).last)
     if not is_initialized():
-        init_for_mesh(partial(_wanted, mesh, data))
+        init_for_mesh(partial(_wanted, mesh))
     everyone = Ranks.own()
-    axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
+    axes = everyone.run_on_all(partial(_axes_of, mesh, everyone), DistributedError, DIFFERENT)
     everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in axes.axes)}, DIFFERENT, SAME_MESH)
     ranks = _of_one_axis(everyone.group, axes.last)
     if axes.across:
         ranks = Ranks(everyone.group, everyone.replicas, along_data_axes([a.size for a in axes.across]), axes.axes)
-    if isinstance(mesh, DeviceMesh):
-        ranks.run_on_all(partial(_check_groups, mesh, ranks), DistributedError, "the mesh is not one of the groups")
+    groups = _device_mesh(mesh)
+    if groups is not None:
+        ranks.run_on_all(partial(_check_groups, groups, ranks), DistributedError, "the mesh is not one of the groups")
     return ranks
 
 
@@ -59,41 +60,47 @@ def _of_one_axis(group: Group, axis: MeshAxis) -> Ranks:
     return Ranks(group, axes=(MeshAxis(1, DATA), axis))
 
 
-def _check_named(data: DataLike | None) -> None:
-    """Checks that `data=` comes with a mesh, after groups were made for a mesh.
+def _device_mesh(mesh: MeshLike) -> DeviceMesh | None:
+    """The DeviceMesh of a mesh that is one, or one with what its axes hold."""
+    groups = mesh[0] if isinstance(mesh, tuple) else mesh
+    return groups if isinstance(groups, DeviceMesh) else None
+
+
+def _check_named(mesh: int | Data | None) -> None:
+    """Checks that ranks split the batch only along named axes, once groups were made for a mesh.
 
     Raises:
-        InputError: it comes without a mesh.
+        InputError: they would split it without names.
     """
-    if data is not None:
+    if isinstance(mesh, str):
         raise InputError(
             "the ranks divide the batch, and no mesh says which ranks",
-            where=f"data={data!r}",
-            why="another model's mesh has made groups of ranks; without mesh= the batch of some would be left out",
+            where=f"mesh={mesh!r}",
+            why="another model's mesh has made groups of ranks; without named axes the batch of some would be left out",
             attempt="the other model's mesh= here too; or destroy_process_group() between the two models",
         )
 
 
-def _wanted(mesh: MeshLike, data: DataLike | None) -> Wanted:
+def _wanted(mesh: MeshLike) -> Wanted:
     """Returns the groups that a mesh requires.
 
     Raises:
         InputError: see `read_mesh`.
     """
-    axis = read_mesh(_world_size(), mesh, data).last
-    if isinstance(mesh, DeviceMesh) and axis.label:  # '' if all axes split the batch
-        return Wanted(mesh=mesh[axis.label])
+    axis, groups = read_mesh(mesh, _world_size()).last, _device_mesh(mesh)
+    if groups is not None and axis.label:  # '' if all axes split the batch
+        return Wanted(mesh=groups[axis.label])
     return Wanted(axis.size)
 
 
-def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> Mesh:
+def _axes_of(mesh: MeshLike, ranks: Ranks) -> Mesh:
     """Returns the mesh of these ranks.
 
     Raises:
         InputError: see `read_mesh`.
         DistributedError: the mesh has other groups than these ranks.
     """
-    axes = read_mesh(_world_size(), mesh, data)
+    axes = read_mesh(mesh, _world_size())
     group, replicas, size = ranks.group, ranks.replicas, axes.last.size
     if (group.size, replicas.size) == (size, axes.size // size):
         return axes
@@ -105,7 +112,7 @@ def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> Mesh:
     raise DistributedError(
         f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.size // size} of {size}",
         where="mesh=",
-        why=f"{made_by} has made the groups; the mesh is {mesh_sizes(mesh)}",
+        why=f"{made_by} has made the groups; the mesh is { {str(axis): axis.size for axis in axes.axes} }",
         attempt=attempt,
     )
 

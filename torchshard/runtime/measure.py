@@ -1,7 +1,7 @@
 """Measures this machine: how fast the ranks of the group compute, read memory, and communicate.
 
 The planner weighs computation against communication with a `Machine`. The presets describe common
-machines; on another one, `ts.plan(..., machine=measure_machine())` plans with measured numbers.
+machines; on another one, `objective={"machine": measure_machine()}` plans with measured numbers.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
-from torchshard.plans.machine import Objective
+from torchshard.plans.objective import Aim
 from torchshard.plans.plan import Plan
 from torchshard.runtime.batches import advised_of_parts, entering, joined, leaving, own_parts
 from torchshard.runtime.call_key import call_key
@@ -148,7 +148,7 @@ class ShardedModule(State, Notebook):
         model: nn.Module,
         plan: PlanLike,
         ranks: Ranks,
-        aim: Objective | None = None,
+        aim: Aim | None = None,
         *,
         whole_batches: bool = False,
         cut: bool = True,
@@ -182,7 +182,7 @@ class ShardedModule(State, Notebook):
         if ranks.count > 1:
             ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
             asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
-            ranks.verify({"data= and inputs=": asked}, what, "the same data= and inputs= on every rank")
+            ranks.verify({"mesh= and inputs=": asked}, what, "the same mesh= and inputs= on every rank")
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
@@ -317,7 +317,7 @@ class ShardedModule(State, Notebook):
                     model(batch).backward()
             model(batches[-1]).backward()
 
-        It does nothing unless `data=` or `mesh=` splits the batch across ranks.
+        It does nothing unless the mesh splits the batch across ranks.
 
         Source: torch.nn.parallel.DistributedDataParallel.no_sync, FullyShardedDataParallel.no_sync
         """
@@ -599,7 +599,7 @@ class ShardedModule(State, Notebook):
             self._ts_fitting_devices.add(devices)
 
     def compile(self, **options: Any) -> None:
-        """Compiles the graphs of later calls with `torch.compile`, like `ts.shard(..., compile=options)`.
+        """Compiles the graphs of later calls with `torch.compile`, like the objective `{"compile": options}`.
 
         Args:
             options: keyword arguments of torch.compile, such as backend, mode, dynamic.
@@ -631,7 +631,7 @@ class ShardedModule(State, Notebook):
         constraints = self._ts_constraints
         if self._ts_fixed:
             constraints = constraints.with_layouts(self._ts_layouts)
-        trains = call.key.has_gradients or (constraints.objective.trains and not self._ts_fixed)
+        trains = call.key.has_gradients or (constraints.aim.trains and not self._ts_fixed)
         constraints = constraints.with_gradients(trains)
         inputs = _without_storage(call.inputs)
 

@@ -1,7 +1,7 @@
 """Refuses hooks on a result where other results depend on it in the unsharded model, but not in the sharded one.
 
     return self.down(h), h        tp: h is gathered for the caller, and `down` goes on with the slices
-                                  data=: each result leaves through a function of its own
+                                  dp: each result leaves through a function of its own
 
 Such a result only gets the gradient of the loss's direct use of it; the gradient through the other results bypasses it.
 Autograd does not report this, so a hook or `retain_grad()` would see part of the gradient.

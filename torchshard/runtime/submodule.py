@@ -299,7 +299,7 @@ def refuse_class(module: _HasSource, value: type) -> NoReturn:
         f"a sharded model can't become a {value.__name__}",
         where=f"{type(module.source).__name__}.__class__",
         why="its parts have a class of their own, and their parameters are slices",
-        attempt='torchshard.shard(..., data="shard") in place of fully_shard; or DistributedDataParallel over '
+        attempt='torchshard.shard(..., mesh="shard") in place of fully_shard; or DistributedDataParallel over '
         "torchshard's data-parallel group",
     )
 

@@ -15,7 +15,7 @@ from torchshard.checking import lockstep
 from torchshard.checking.check import Report, check_program, in_dtype
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
-from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program, answered, program
 from torchshard.compiler.question import Question
@@ -26,7 +26,7 @@ from torchshard.ir.data import equal_sizes
 from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.ir.listing import listing
 from torchshard.passes import Partition, rewrite, step_graphs
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import ObjectiveLike, read_aim
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compiled import Compiled
 from torchshard.runtime.module import ShardedModule
@@ -56,30 +56,27 @@ class CapturedCall:
     def plan(
         self,
         plan: PlanLike = "auto",
-        ranks: int | None = None,
+        mesh: MeshLike = None,
+        objective: ObjectiveLike | None = None,
         *,
-        mesh: MeshLike | None = None,
-        data: DataLike | None = None,
         layouts: Mapping[str, Layout] | None = None,
-        **aims: Any,
     ) -> PlannedCall:
         """Plans the call and inserts the collectives. Plans leave the capture unchanged, so it can be planned again.
 
         Args:
             plan: as in `torchshard.shard`.
-            ranks: the number of ranks; a mesh determines it.
-            mesh, data: as in `torchshard.plan`, except that the call has the batch of all ranks.
+            mesh: as in `torchshard.plan`, except that the call has the batch of all ranks.
+            objective: as in `torchshard.plan`. Some objectives, and a split batch or sequence, require a separate
+                capture.
             layouts: fixed layouts of parameters and buffers, by name.
-            aims: machine, memory, axes, recompute and mode, as in `torchshard.plan`. Some of them, and a split batch or
-                sequence, require a separate capture.
 
         Raises:
             PlanError, CaptureError, InputError: as `torchshard.plan`.
         """
-        axes = read_mesh(checked_world_size(ranks, mesh), mesh, data)
-        aim = objective(**{"machine": None, "device": device_type(self.model), **aims})
-        constraints = read_constraints(ModelFacts.of(self.model), plan, axes, aim).with_layouts(layouts or {})
-        return PlannedCall(self.model, self.args, self.kwargs, self._planned(constraints))
+        aim = read_aim(objective, device_type(self.model))
+        constraints = read_constraints(ModelFacts.of(self.model), plan, read_mesh(mesh), aim)
+        made = self._planned(constraints.with_layouts(layouts or {}))
+        return PlannedCall(self.model, self.args, self.kwargs, made)
 
     def plan_at_random(self, ranks: int, seed: int) -> PlannedCall:
         """Plans the call with a random legal plan that stores some parameters in uneven slices.
@@ -107,7 +104,7 @@ class CapturedCall:
         if constraints.batch_parts:
             inputs = divided_batch(self.model, self.args, self.kwargs, constraints.batch_parts)
             return program(self.model, constraints, self.args, self.kwargs, batches=inputs)
-        if constraints.is_static or constraints.divided or not constraints.objective.trains:
+        if constraints.is_static or constraints.divided or not constraints.aim.trains:
             return program(self.model, constraints, self.args, self.kwargs)
         graph, facts = self.graph, ModelFacts.of(self.model)
         question = Question(graph, facts, constraints, graph.meta["multiples"], equal=equal_sizes(graph))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchshard.plans.machine import size_text, time_text
+from torchshard.core.units import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.report.memory import RankMemory, memory_of_ranks
 from torchshard.report.times import COMPUTES, SENDS, Event, Share, Span, bounds, layer_timeline, shares

@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 
 import networkx as nx
 
-from torchshard.plans.machine import time_text
+from torchshard.core.units import time_text
 from torchshard.report.drawing.svg import STYLE
 from torchshard.report.network import plain
 

@@ -15,10 +15,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
+from torchshard.core.units import size_text
 from torchshard.ir.axes import is_local
 from torchshard.ir.graph import op_name, where
 from torchshard.ops import is_or_begins_collective
-from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import calls_text, mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources

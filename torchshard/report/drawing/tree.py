@@ -14,12 +14,12 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences, star_node
+from torchshard.core.units import size_text, time_text
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import is_view, op_name
 from torchshard.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.planner.styles import style_of
 from torchshard.plans.data import Collective
-from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.outline import Box, Frame, Row, begun_bytes, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
