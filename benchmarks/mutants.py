@@ -383,7 +383,7 @@ FAULTS = (
     ),
     Fault(
         "a diagonal that stays",
-        "rules/shapes.py",
+        "rules/cuts.py",
         'return call.target(x, diagonal + (start if axis == "a" else -start))',
         "return call.target(x, diagonal)",
         f"{RULES} -k 'tril or triu'",

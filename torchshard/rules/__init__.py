@@ -14,6 +14,7 @@ from torchshard.rules import (
     collectives,
     convolution,
     creation,
+    cuts,
     experts,
     indexing,
     linear_algebra,
@@ -35,8 +36,8 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES = (
-    attention, batched, collectives, convolution, creation, experts, indexing, linear_algebra, losses, normalization,
-    pointwise, random, recurrent, reductions, shapes,
+    attention, batched, collectives, convolution, creation, cuts, experts, indexing, linear_algebra, losses,
+    normalization, pointwise, random, recurrent, reductions, shapes,
 )  # fmt: skip
 
 

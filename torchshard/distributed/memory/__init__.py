@@ -6,9 +6,10 @@ Read the modules bottom-up: `segment` (memory that one process writes and others
 """
 
 from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, reach, register
+from torchshard.distributed.memory.board import Call, Different, Stopped, call_of
 from torchshard.distributed.memory.exchanges import Numbers, ReduceKind, op_text, start
 from torchshard.distributed.memory.segment import Unreachable
-from torchshard.distributed.memory.stream import Call, Calls, Different, Stopped, call_of
+from torchshard.distributed.memory.stream import Calls
 
 register()
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory import exchanges
+from torchshard.distributed.memory.board import Board
 from torchshard.distributed.memory.messages import Letters
 from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable
-from torchshard.distributed.memory.stream import Board, Calls
+from torchshard.distributed.memory.stream import Calls
 
 BACKEND = "memory"
 _NO_TIMEOUT = timedelta(0)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from torchshard.distributed.memory.board import Call, Post, Refused, call_of
 from torchshard.distributed.memory.regions import aligned
 from torchshard.distributed.memory.segment import below_autograd
-from torchshard.distributed.memory.stream import Call, Calls, Post, Refused, Rider, call_of
+from torchshard.distributed.memory.stream import Calls, Rider
 
 Finish = Callable[[list[Post]], None]
 ReduceKind = ReduceOp | ReduceOp.RedOpType
