@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from types import FunctionType
-from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,8 +25,8 @@ from torchshard.capture import transform_error
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
+from torchshard.runtime.fixed_names import FixedNames, not_changeable
 from torchshard.weights.callers import running_method
-from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.slice_values import Slice
 from torchshard.weights.state_slices import StateSlice
 
@@ -34,7 +34,6 @@ OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
 _AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
 _MISSING = object()
-V = TypeVar("V")
 
 
 class _HasSource(Protocol):
@@ -239,7 +238,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         """Fixes the names of parameters, buffers and submodules; submodules can't be replaced either."""
         where = type(self.source).__name__
         for entries, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
-            self.__dict__[entries] = _FixedNames(self.__dict__[entries], where, replaceable=replaceable)
+            self.__dict__[entries] = FixedNames(self.__dict__[entries], where, replaceable=replaceable)
 
     def _refuse_hooks(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError(
@@ -400,71 +399,6 @@ def no_method(name: str, why: str, attempt: str) -> NoMethodError:
         why=why,
         attempt=attempt,
     )
-
-
-def not_changeable(name: str, where: str, how: Literal["added", "replaced", "removed"]) -> InputError:
-    """Returns the error for adding, replacing or removing an entry of a sharded model."""
-    return InputError(
-        f"{name!r} can't be {how} after sharding",
-        where=where,
-        why="graphs that were captured before would not follow",
-        attempt="change the unsharded model, then shard",
-    )
-
-
-class _FixedNames(dict[str, V]):
-    """The parameters, buffers or submodules of a module, with fixed names.
-
-    A dict, because `nn.Module` and users write these dicts directly: `module._parameters[name] =
-    ...`.
-    """
-
-    def __init__(self, entries: Mapping[str, V], where: str, *, replaceable: bool) -> None:
-        super().__init__(entries)
-        self._where, self._replaceable = where, replaceable
-
-    def __setitem__(self, name: str, value: V) -> None:
-        if name not in self:
-            raise not_changeable(name, self._where, "added")
-        current = self[name]
-        if current is None and value is not None:
-            raise not_changeable(name, self._where, "added")
-        if not self._replaceable and value is not current:
-            raise not_changeable(name, self._where, "replaced")
-        if isinstance(current, ShardedParameter) and isinstance(value, nn.Parameter):
-            current.adopt(value)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise not_changeable(name, self._where, "removed")
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Raises if the name exists."""
-        if name in self:
-            raise not_changeable(name, self._where, "removed")
-        return super().pop(name, *default)
-
-    def update(self, *args: Any, **kwargs: V) -> None:
-        """Sets each item separately, with the checks of `__setitem__`."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def clear(self) -> None:
-        """Always raises."""
-        raise not_changeable("everything", self._where, "removed")
-
-    def popitem(self) -> NoReturn:
-        """Always raises."""
-        raise not_changeable("everything", self._where, "removed")
-
-    def setdefault(self, name: str, default: Any = None) -> V:
-        """Raises if the name is missing."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FixedNames[V]:
-        return _FixedNames(copy.deepcopy(dict(self), memo), self._where, replaceable=self._replaceable)
 
 
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
