@@ -14,9 +14,9 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable
 from types import FunctionType
-from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Protocol, Self, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,6 +25,7 @@ from torchshard.capture import transform_error
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
+from torchshard.runtime.containers import Container
 from torchshard.runtime.fixed_names import FixedNames, not_changeable
 from torchshard.weights.callers import running_method
 from torchshard.weights.slice_values import Slice
@@ -56,7 +57,7 @@ class _EqualToItsSource(type):
         return type.__hash__(cls if cls.made_for is None else cls.made_for)
 
 
-class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
+class ShardedSubmodule(Container, metaclass=_EqualToItsSource):
     """The sharded counterpart of one module of the unsharded model."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -120,45 +121,6 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
                 state[prefix + name] = StateSlice.of(state[prefix + name], tensor.place)
         return state
 
-    # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------
-
-    def _entries(self) -> Mapping[str, Any]:
-        return self._modules or self._parameters
-
-    def _is_dict(self) -> bool:
-        return isinstance(self.source, (nn.ModuleDict, nn.ParameterDict))
-
-    def __len__(self) -> int:
-        return len(self._entries())
-
-    def __bool__(self) -> bool:
-        return True  # because of `__len__`, modules without items would be false
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._entries() if self._is_dict() else self._entries().values())
-
-    def __contains__(self, item: object) -> bool:
-        if self._is_dict():
-            return item in self._entries()
-        return any(item is entry for entry in self._entries().values())  # `in` would compare tensors' elements
-
-    def __getitem__(self, index: int | str | slice) -> Any:
-        if isinstance(index, str):
-            return self._entries()[index]
-        return list(self._entries().values())[index]
-
-    def keys(self) -> KeysView[str]:
-        """Returns the names of a dict's items."""
-        return self._entries().keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Returns a dict's items."""
-        return self._entries().values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Returns (name, item) pairs of a dict."""
-        return self._entries().items()
-
     def note_left(self, name: str) -> None:
         """Makes reading an attribute raise: the unsharded forward stores a tensor there, but graphs do not."""
         self.__dict__.setdefault("_ts_left", set()).add(name)
@@ -204,7 +166,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         if name in self.__dict__.get("_modules", ()):
             raise not_changeable(name, type(self.source).__name__, "replaced")
         attribute = inspect.getattr_static(type(self.source), name, None)
-        if isinstance(attribute, property) and attribute.fset is not None and name not in vars(ShardedSubmodule):
+        if isinstance(attribute, property) and attribute.fset is not None and name not in _OF_SUBMODULES:
             attribute.fset(self, value)
         elif name == "forward" or (name not in _EVERY_MODULE_HAS and self._is_of_source(name)):
             self._set_source(name, value)
@@ -338,7 +300,7 @@ def _hiding_methods(source: type) -> dict[str, object]:
     hidden: dict[str, object] = {}
     for base in source.__mro__[: source.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
-            if name in hidden or name in _OF_CLASSES or name in vars(ShardedSubmodule):
+            if name in hidden or name in _OF_CLASSES or name in _OF_SUBMODULES:
                 continue
             if hasattr(nn.Module, name):
                 hidden[name] = inspect.getattr_static(nn.Module, name)
@@ -401,5 +363,7 @@ def no_method(name: str, why: str, attempt: str) -> NoMethodError:
     )
 
 
+_OF_SUBMODULES = frozenset([*vars(ShardedSubmodule), *vars(Container)])
+"""The attributes of the class of submodules, which an attribute of the unsharded module's class must not hide."""
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """The attributes of every module, such as its hooks; they may be changed."""
