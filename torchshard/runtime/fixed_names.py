@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from torchshard.core.errors import InputError
+from torchshard.runtime.refusals import not_changeable
 from torchshard.weights.parameter import ShardedParameter
 
 V = TypeVar("V")
-
-
-def not_changeable(name: str, where: str, how: Literal["added", "replaced", "removed"]) -> InputError:
-    """Returns the error for adding, replacing or removing an entry of a sharded model."""
-    return InputError(
-        f"{name!r} can't be {how} after sharding",
-        where=where,
-        why="graphs that were captured before would not follow",
-        attempt="change the unsharded model, then shard",
-    )
 
 
 class FixedNames(dict[str, V]):
