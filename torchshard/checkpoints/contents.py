@@ -31,7 +31,8 @@ from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.distributed.objects import encode
-from torchshard.runtime.optimizers import check_class_of_slices, is_slice_state
+from torchshard.runtime.optimizer_classes import check_class_of_slices
+from torchshard.runtime.optimizers import is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter

@@ -24,7 +24,7 @@ from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding, local_shape
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.ranks import Ranks
-from torchshard.runtime.optimizers import check_class_of_slices
+from torchshard.runtime.optimizer_classes import check_class_of_slices
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
 from torchshard.weights.local_slice import LocalSlice

@@ -11,7 +11,7 @@ from torchshard.core.layouts import I, Shard, split, whole_shape
 from torchshard.distributed.group import own_group
 from torchshard.distributed.kernels import convert
 from torchshard.nn.modules import Sliced
-from torchshard.runtime.state import check_full_state
+from torchshard.runtime.state_dicts import check_full_state
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:

@@ -22,7 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
-from torchshard.core.user_files import warn
+from torchshard.runtime.optimizer_classes import BY_ELEMENT, check_class_of_slices, class_of_step, parameters_of
 from torchshard.weights.dcp import wants_whole
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.over_ranks import check_other_group
@@ -70,7 +70,7 @@ class _StepObserver:
             self._has_hooks = True
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         self._check_trained(optimizer, [p for p in parameters if p in self._sharded_from])
         slices = [p for p in parameters if isinstance(p, ShardedParameter)]
         if optimizer not in self._checked:
@@ -158,7 +158,7 @@ def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
-        if not is_pytorchs or any(type(p) not in _STEPPED for p in _parameters(optimizer)):
+        if not is_pytorchs or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
         args = tuple(watched(arg) if callable(arg) else arg for arg in args)
         kwargs = {name: watched(arg) if callable(arg) else arg for name, arg in kwargs.items()}
@@ -209,10 +209,6 @@ def _mark_states(optimizer: Optimizer) -> None:
                     state[name] = LocalSlice.sharing(value, parameter)
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
     """Returns the settings of an optimizer's group, in a form that is equal on every rank.
 
@@ -235,50 +231,6 @@ def _without_address(value: object) -> object:
         return {str(key): _without_address(item) for key, item in value.items()}
     has_text = isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, Tensor, enum.Enum))
     return value if has_text else type(value).__qualname__
-
-
-_BY_ELEMENT = frozenset([
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
-    "Lion", "ZeroRedundancyOptimizer",
-])  # fmt: skip
-"""Optimizers that treat each element separately, so steps of slices are slices of steps."""
-_BY_TENSOR = frozenset([
-    "Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad",
-    "AdaFactor", "Adalayer", "KFAC", "Sophia",
-])  # fmt: skip
-"""Optimizers that compute from a full matrix, or from the full model."""
-
-
-def _class_of_step(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines `step`: a subclass that changes only defaults inherits it."""
-    return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
-
-
-def check_class_of_slices(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that would step slices differently than full tensors; warns of unknown classes."""
-    if not any(isinstance(p, ShardedParameter) and p.is_split for p in _parameters(optimizer)):
-        return
-    optimizer = _innermost(optimizer)
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    if any(name in _BY_TENSOR for name in names):
-        raise InputError(
-            f"{names[0]} can't step slices of parameters",
-            where=f"{names[0]}.step()",
-            why="it computes from a whole matrix, or from the whole model: of a slice it would make another step",
-            attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
-            "with a plan of 'replicate' and give it these alone",
-        )
-    if _class_of_step(optimizer) not in _BY_ELEMENT:
-        warn(
-            f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
-            "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do"
-        )
-
-
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that steps: accelerate and Lightning wrap it."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _innermost(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
 
 
 def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
@@ -320,8 +272,8 @@ def _check_unsharded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer) -> None:
-    by_element = _class_of_step(optimizer) in _BY_ELEMENT
-    for parameter in _parameters(optimizer):
+    by_element = class_of_step(optimizer) in BY_ELEMENT
+    for parameter in parameters_of(optimizer):
         if isinstance(parameter, ShardedParameter):
             _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
 
@@ -355,9 +307,9 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
         InputError: it has a slice of another place.
     """
     _UNMARKED.add(optimizer)
-    states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in _BY_ELEMENT
+    states, by_element = dict(state_dict["state"]), class_of_step(optimizer) in BY_ELEMENT
     indices, cuts = [index for group in state_dict["param_groups"] for index in group["params"]], wants_whole()
-    for parameter, index in zip(_parameters(optimizer), indices, strict=False):
+    for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
             if cuts:
                 states[index] = {name: _cut(value, parameter) for name, value in states[index].items()}
@@ -378,7 +330,7 @@ def _cut(value: object, parameter: ShardedParameter) -> object:
 
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the optimizer's state dict; tensors of a slice's shape know their place in the full tensor."""
-    parameters, mark = _parameters(optimizer), _whole_copy if wants_whole() else _with_place
+    parameters, mark = parameters_of(optimizer), _whole_copy if wants_whole() else _with_place
     states = dict(state_dict["state"])
     for index, state in states.items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None

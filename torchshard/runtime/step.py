@@ -11,27 +11,24 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
-from torchshard.capture import without_tools
 from torchshard.core.autocast import autocasting
-from torchshard.core.errors import DistributedError, InputError, in_short
+from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.hashing import hash_text
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
-from torchshard.distributed.group import Group
+from torchshard.distributed.consistency import note_unverified, running, running_call
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_state
-from torchshard.ops import OPS, Begin, hashable
+from torchshard.ops import OPS, hashable
 from torchshard.passes import (
     Gradients,
     Part,
@@ -45,11 +42,11 @@ from torchshard.passes import (
     sums_wider,
 )
 from torchshard.runtime.later_sums import Due, keep, sum_kept, summed, with_kept
+from torchshard.runtime.sent import Sent, on_all_ranks, sent_by
 from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import ShardedParameter
 
 log = logging.getLogger("torchshard.runtime.step")
-T = TypeVar("T")
 Runnable = Callable[[fx.GraphModule], Callable[..., Any]]
 """Makes a callable from a scheduled graph."""
 EAGER_CALLS = 1
@@ -115,7 +112,7 @@ class Step:
     @property
     def sent(self) -> list[Sent]:
         """The collectives of forward and backward, in order; they must match on all ranks."""
-        return _sent(self.parts.forward) + _sent(self.parts.backward)
+        return sent_by(self.parts.forward) + sent_by(self.parts.backward)
 
     def backward_for(self, given: Gradients) -> _Backward | None:
         """Returns the backward for the results that received gradients; None if forward saves too little for it.
@@ -124,7 +121,7 @@ class Step:
         """
         if given not in self._backwards:
             make = partial(self._graphs, given, kept=self.parts.saved)
-            parts = on_all_ranks(self.ranks, make, lambda parts: _sent(parts.backward))
+            parts = on_all_ranks(self.ranks, make, lambda parts: sent_by(parts.backward))
             self._backwards[given] = None if parts is None else self._backward(parts)
         return self._backwards[given]
 
@@ -134,7 +131,7 @@ class Step:
         return _Backward(
             _boxed(self._runnable(parts.backward)),
             tuple(map(self.parts.saved.index, parts.saved)),
-            bool(_sent(parts.backward)),
+            bool(sent_by(parts.backward)),
             parts.parts,
         )
 
@@ -173,52 +170,8 @@ def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-class Sent(NamedTuple):
-    """A collective of a graph."""
-
-    name: str
-    args: str
-    group: object
-    """The name of the group that it communicates in; other groups may send slices of other sizes."""
-
-    def seen_by(self, group: Group) -> str:
-        """Returns the text that must match on all ranks of a group."""
-        return f"{self.name} {self.args}" if self.group == group.name else self.name
-
-
-def _sent(module: fx.GraphModule) -> list[Sent]:
-    """Returns the collectives of a graph, in order; they must match on all ranks."""
-    begun = [n for n in module.graph.nodes if isinstance(n.target, Begin)]
-    return [Sent(str(n.target), str(n.args[1:-1]), n.args[-1]) for n in begun]
-
-
 def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[Sent]:
     return [sent for _, step in made if isinstance(step, Step) for sent in step.sent]
-
-
-def on_all_ranks(
-    ranks: Ranks, make: Callable[[], T], sent: Callable[[T], list[Sent]], level: int = logging.INFO
-) -> T | None:
-    """Returns `make()` if it succeeds on all ranks with the same collectives; otherwise None on all ranks.
-
-    Args:
-        level: the level at which a failure is logged.
-    """
-    made, collectives, failure = None, list[Sent](), ""
-    try:
-        with without_tools():
-            made = make()
-        collectives = sent(made)
-    except Exception as error:  # after any error autograd computes the backward
-        failure = f"{type(error).__name__}: {error}"
-        log.log(level, "no graph of the backward: %s", in_short(error))
-    what = "the ranks can't make the graph of a backward together"
-    groups = [group for group in reversed(ranks.groups.values()) if group.size > 1]
-    for group in (*groups, *groups[:-1]):  # a failure along one axis must reach all ranks of the other
-        text = failure or "; ".join(each.seen_by(group) for each in collectives)
-        if not verify_equal(group, {}, DistributedError, what, unlike=hash_text(text)):
-            made, failure = None, "the graphs differ"
-    return made
 
 
 Steps = list[tuple[Segment, Callable[..., Any]]]

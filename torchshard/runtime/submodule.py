@@ -9,14 +9,16 @@ sharded modules as `self`, until they call a submodule or treat a slice as the f
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -25,23 +27,17 @@ from torchshard.capture import transform_error
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
+from torchshard.runtime.containers import Container
+from torchshard.runtime.fixed_names import FixedNames
+from torchshard.runtime.generation import with_self
+from torchshard.runtime.refusals import no_method, not_changeable, refuse_class
 from torchshard.weights.callers import running_method
 from torchshard.weights.local_slice import LocalSlice
-from torchshard.weights.parameter import ShardedParameter
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
 _AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
 _MISSING = object()
-V = TypeVar("V")
-
-
-class _HasSource(Protocol):
-    """A sharded model, or one of its submodules."""
-
-    @property
-    def source(self) -> nn.Module:
-        """The unsharded module."""
 
 
 class _EqualToItsSource(type):
@@ -56,7 +52,22 @@ class _EqualToItsSource(type):
         return type.__hash__(cls if cls.made_for is None else cls.made_for)
 
 
-class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
+@dataclass
+class Unsharded:
+    """The unsharded module of a sharded one, and what is known of its attributes.
+
+    Not a module itself: `modules()` of the sharded model must not find the unsharded one.
+    """
+
+    module: nn.Module
+    """The unsharded module, without memory."""
+    assigned: set[str]
+    """The attributes that users have assigned since the last call, in any module of the model."""
+    left: set[str]
+    """The attributes in which forward leaves tensors: graphs don't store them there, so reading one raises."""
+
+
+class ShardedSubmodule(Container, metaclass=_EqualToItsSource):
     """The sharded counterpart of one module of the unsharded model."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -69,19 +80,29 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         """Hides the classes made here from user classes that register their subclasses."""
 
     def __init__(self, source: nn.Module, assigned: set[str] | None = None) -> None:
-        """Stores the unsharded module, and the set that collects the model's assigned attributes."""
+        """Makes the submodules, with the unsharded tensors, and fixes all names.
+
+        Args:
+            assigned: collects the model's assigned attributes.
+        """
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
-        self.__dict__["_ts_source"] = [source]  # in a list: `modules()` must not find it
-        self.__dict__["_ts_assigned"] = set() if assigned is None else assigned
-        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, not missing
-            absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
-            self.__dict__[entries].update(dict.fromkeys(absent))
+        own = self._ts_unsharded = Unsharded(source, set() if assigned is None else assigned, set())
+        parts = {
+            name: None if part is None else ShardedSubmodule(part, own.assigned)
+            for name, part in source.__dict__["_modules"].items()
+        }
+        where = type(source).__name__
+        for entries in ("_parameters", "_buffers"):
+            self.__dict__[entries] = FixedNames(source.__dict__[entries], where, replaceable=True)
+        self.__dict__["_modules"] = FixedNames(parts, where, replaceable=False)
+
+    _ts_unsharded: Unsharded
+    """The unsharded module: forward's attributes are read from it, and its methods run with this module as `self`."""
 
     @property
     def source(self) -> nn.Module:
         """The unsharded module, without memory."""
-        source: nn.Module = self.__dict__["_ts_source"][0]
-        return source
+        return self._ts_unsharded.module
 
     @property
     def __class__(self) -> type:
@@ -99,7 +120,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_ts_source" in self.__dict__:
+        if "_ts_unsharded" in self.__dict__:
             self.source.training = mode
 
     def train(self, mode: bool = True) -> Self:
@@ -120,59 +141,19 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
                 state[prefix + name] = LocalSlice.stored(state[prefix + name], tensor.place)
         return state
 
-    # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------
-
-    def _entries(self) -> Mapping[str, Any]:
-        return self._modules or self._parameters
-
-    def _is_dict(self) -> bool:
-        return isinstance(self.source, (nn.ModuleDict, nn.ParameterDict))
-
-    def __len__(self) -> int:
-        return len(self._entries())
-
-    def __bool__(self) -> bool:
-        return True  # because of `__len__`, modules without items would be false
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._entries() if self._is_dict() else self._entries().values())
-
-    def __contains__(self, item: object) -> bool:
-        if self._is_dict():
-            return item in self._entries()
-        return any(item is entry for entry in self._entries().values())  # `in` would compare tensors' elements
-
-    def __getitem__(self, index: int | str | slice) -> Any:
-        if isinstance(index, str):
-            return self._entries()[index]
-        return list(self._entries().values())[index]
-
-    def keys(self) -> KeysView[str]:
-        """Returns the names of a dict's items."""
-        return self._entries().keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Returns a dict's items."""
-        return self._entries().values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Returns (name, item) pairs of a dict."""
-        return self._entries().items()
-
-    def note_left(self, name: str) -> None:
-        """Makes reading an attribute raise: the unsharded forward stores a tensor there, but graphs do not."""
-        self.__dict__.setdefault("_ts_left", set()).add(name)
-
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("_ts_left", ()):
+        own = self.__dict__.get("_ts_unsharded")
+        if own is None:
+            return nn.Module.__getattr__(self, name)
+        if name in own.left:
             raise InputError(
                 f"attribute {name!r} does not hold what the last call computed",
                 where=type(self.source).__name__,
                 why="forward leaves a tensor there, and a call of a sharded model gives nothing but its results",
                 attempt="return it from forward",
             )
-        if name in self.__dict__.get("_ts_source", [None])[0].__dict__:
-            return self.source.__dict__[name]
+        if name in own.module.__dict__:
+            return own.module.__dict__[name]
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -182,8 +163,8 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
                 raise
             if attribute is _MISSING:
                 return self._delegated(name)
-            own = _own_attribute(type(self.source), name, attribute)
-            return own.__get__(self, type(self)) if hasattr(own, "__get__") else own
+            found = _own_attribute(type(self.source), name, attribute)
+            return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
 
     def _delegated(self, name: str) -> Any:
         """Returns the value that the source's `__getattr__` finds: peft's look in the model that they wrap."""
@@ -204,7 +185,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         if name in self.__dict__.get("_modules", ()):
             raise not_changeable(name, type(self.source).__name__, "replaced")
         attribute = inspect.getattr_static(type(self.source), name, None)
-        if isinstance(attribute, property) and attribute.fset is not None and name not in vars(ShardedSubmodule):
+        if isinstance(attribute, property) and attribute.fset is not None and name not in _OF_SUBMODULES:
             attribute.fset(self, value)
         elif name == "forward" or (name not in _EVERY_MODULE_HAS and self._is_of_source(name)):
             self._set_source(name, value)
@@ -227,18 +208,12 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         setattr(self.source, name, value)
         if hasattr(type(self), name):  # a default of the class would hide it
             self.__dict__[name] = value
-        self.__dict__["_ts_assigned"].add(name)
+        self._ts_unsharded.assigned.add(name)
 
     def __delattr__(self, name: str) -> None:
         if any(name in names for names in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
             raise not_changeable(name, type(self.source).__name__, "removed")
         nn.Module.__delattr__(self, name)
-
-    def fix_names(self) -> None:
-        """Fixes the names of parameters, buffers and submodules; submodules can't be replaced either."""
-        where = type(self.source).__name__
-        for entries, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
-            self.__dict__[entries] = _FixedNames(self.__dict__[entries], where, replaceable=replaceable)
 
     def _refuse_hooks(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError(
@@ -289,27 +264,34 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return self.source.extra_repr()
 
 
-def refuse_class(module: _HasSource, value: type) -> NoReturn:
-    """Refuses wrappers that change a module's class, as `torch.distributed.fsdp.fully_shard` does.
-
-    Raises:
-        InputError: always.
-    """
-    raise InputError(
-        f"a sharded model can't become a {value.__name__}",
-        where=f"{type(module.source).__name__}.__class__",
-        why="its parts have a class of their own, and their parameters are slices",
-        attempt='torchshard.shard(..., mesh="shard") in place of fully_shard; or DistributedDataParallel over '
-        "torchshard's data-parallel group",
-    )
-
-
 _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
 """Class of unsharded modules -> class of their submodules here.
 
 One class serves all models, so `type(a) is type(b)` stays true for two linears. Weak: a class lives
 only as long as its instances.
 """
+_MODEL_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
+"""Class of unsharded models -> class of sharded ones: `torch.func.stack_module_state` requires equal classes."""
+
+
+def class_of_model(base: type[ShardedSubmodule], model: nn.Module) -> type[ShardedSubmodule]:
+    """Returns a subclass of `base` with the signature of an unsharded model's forward, which training loops read."""
+    if "forward" in vars(model):
+        return _class_of_model(base, model)
+    made = _MODEL_CLASSES.get(type(model))
+    if made is None:
+        made = _MODEL_CLASSES[type(model)] = _class_of_model(base, model)
+    return made
+
+
+def _class_of_model(base: type[ShardedSubmodule], model: nn.Module) -> type[ShardedSubmodule]:
+    function = cast(FunctionType, base.forward)
+    # a copy of the function, because each class has its own signature
+    forward = FunctionType(function.__code__, function.__globals__)
+    with contextlib.suppress(AttributeError, ValueError):  # `check_weights` refuses these
+        forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
+    namespace = {"forward": forward, "made_for": base, "__module__": base.__module__}
+    return cast(type[ShardedSubmodule], cast(type, type(base))(type(model).__name__, (base,), namespace))
 
 
 def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
@@ -338,7 +320,7 @@ def _hiding_methods(source: type) -> dict[str, object]:
     hidden: dict[str, object] = {}
     for base in source.__mro__[: source.__mro__.index(nn.Module)]:
         for name, value in vars(base).items():
-            if name in hidden or name in _OF_CLASSES or name in vars(ShardedSubmodule):
+            if name in hidden or name in _OF_CLASSES or name in _OF_SUBMODULES:
                 continue
             if hasattr(nn.Module, name):
                 hidden[name] = inspect.getattr_static(nn.Module, name)
@@ -387,84 +369,7 @@ def _refuse_called(module: object, name: str, why: str, attempt: str, *args: obj
     raise no_method(name, why, attempt)
 
 
-class NoMethodError(InputError, AttributeError):
-    """A method of the unsharded model can't run on the sharded one."""
-
-
-def no_method(name: str, why: str, attempt: str) -> NoMethodError:
-    """Returns the error for a method that can't run with this rank's slices."""
-    return NoMethodError(
-        f"{name}() can't be called of a sharded model: it would compute with this rank's slices",
-        where=name,
-        why=why,
-        attempt=attempt,
-    )
-
-
-def not_changeable(name: str, where: str, how: Literal["added", "replaced", "removed"]) -> InputError:
-    """Returns the error for adding, replacing or removing an entry of a sharded model."""
-    return InputError(
-        f"{name!r} can't be {how} after sharding",
-        where=where,
-        why="graphs that were captured before would not follow",
-        attempt="change the unsharded model, then shard",
-    )
-
-
-class _FixedNames(dict[str, V]):
-    """The parameters, buffers or submodules of a module, with fixed names.
-
-    A dict, because `nn.Module` and users write these dicts directly: `module._parameters[name] =
-    ...`.
-    """
-
-    def __init__(self, entries: Mapping[str, V], where: str, *, replaceable: bool) -> None:
-        super().__init__(entries)
-        self._where, self._replaceable = where, replaceable
-
-    def __setitem__(self, name: str, value: V) -> None:
-        if name not in self:
-            raise not_changeable(name, self._where, "added")
-        current = self[name]
-        if current is None and value is not None:
-            raise not_changeable(name, self._where, "added")
-        if not self._replaceable and value is not current:
-            raise not_changeable(name, self._where, "replaced")
-        if isinstance(current, ShardedParameter) and isinstance(value, nn.Parameter):
-            current.adopt(value)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise not_changeable(name, self._where, "removed")
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Raises if the name exists."""
-        if name in self:
-            raise not_changeable(name, self._where, "removed")
-        return super().pop(name, *default)
-
-    def update(self, *args: Any, **kwargs: V) -> None:
-        """Sets each item separately, with the checks of `__setitem__`."""
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def clear(self) -> None:
-        """Always raises."""
-        raise not_changeable("everything", self._where, "removed")
-
-    def popitem(self) -> NoReturn:
-        """Always raises."""
-        raise not_changeable("everything", self._where, "removed")
-
-    def setdefault(self, name: str, default: Any = None) -> V:
-        """Raises if the name is missing."""
-        if name not in self:
-            self[name] = default
-        return self[name]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FixedNames[V]:
-        return _FixedNames(copy.deepcopy(dict(self), memo), self._where, replaceable=self._replaceable)
-
-
+_OF_SUBMODULES = frozenset([*vars(ShardedSubmodule), *vars(Container)])
+"""The attributes of the class of submodules, which an attribute of the unsharded module's class must not hide."""
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """The attributes of every module, such as its hooks; they may be changed."""

@@ -213,4 +213,4 @@ def capture(
 
 def kept_graphs(model: ShardedModule) -> list[Compiled]:
     """Returns the graphs that a sharded model keeps for later calls, the latest call's last."""
-    return list(model._ts_graphs)
+    return list(model._ts_runner.graphs)

@@ -1,0 +1,87 @@
+"""What the ranks agree on before they shard a model: constraints, first layouts, and weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from torchshard.capture import check_weights, model_without_storage, shared_names
+from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import Layout
+from torchshard.core.mesh import Mesh
+from torchshard.core.user_files import warn
+from torchshard.distributed.ranks import Ranks
+from torchshard.plans.objective import Aim
+from torchshard.runtime.call_verification import verify_same_weights
+from torchshard.runtime.digests import describe_contents
+from torchshard.weights.folder import Weights, check_missing, read_folder
+
+WeightsLike = str | os.PathLike[str] | Weights | None
+"""Weights to load in place of the model's: a folder, or weights found already."""
+
+
+class Start(NamedTuple):
+    """The beginning of a sharded model, equal on all ranks."""
+
+    constraints: Constraints
+    layouts: Mapping[str, Layout]
+    """The first layouts of parameters and buffers over the model's axis, by name."""
+    of_batch: Mapping[str, Mapping[str, Layout]]
+    """Their layouts over each data axis, by the axis's name."""
+    weights: Weights | None
+    """The values to load in place of the model's."""
+
+
+def agreed_start(
+    model: nn.Module, plan: PlanLike, ranks: Ranks, aim: Aim | None, weights: WeightsLike, *, whole_batches: bool
+) -> Start:
+    """Reads the plan and finds the weights on all ranks: a collective call.
+
+    Raises:
+        PlanError: the plan does not fit the model on some rank.
+        DistributedError: the ranks have different models, weights or options.
+    """
+    what, mesh = "the ranks can't shard this model together", ranks.mesh.without_idle
+
+    def read() -> tuple[Constraints, ModelFacts, Weights | None]:
+        check_weights(model)
+        facts = ModelFacts.of(model)
+        constraints = read_constraints(facts, plan, mesh, aim)
+        check_layouts(facts, constraints.first_layouts(facts))
+        return constraints, facts, _found(model, weights)
+
+    constraints, facts, found = ranks.run_on_all(read, PlanError, what)
+    _verify_options(constraints, ranks, mesh, whole_batches=whole_batches)
+    verify_same_weights(model, ranks, () if found is None else found.tensors)
+    if found is not None:
+        contents = describe_contents(found.tensors) | found.samples
+        ranks.verify(contents, "the ranks would read different weights", "a folder with the same files on every rank")
+    if any(p.grad is not None for p in model.parameters()):
+        held = "gradients that the parameters hold already stay with the unsharded model"
+        warn(f"{held}: call backward() after ts.shard")
+    across = constraints.of_batch if mesh.across else ()
+    of_batch = {each.axis.name: each.first_layouts(facts) for each in across}
+    return Start(constraints, constraints.first_layouts(facts), of_batch, found)
+
+
+def _found(model: nn.Module, weights: WeightsLike) -> Weights | None:
+    """Returns the weights of a folder, which are read later."""
+    if weights is None or isinstance(weights, Weights):
+        return weights
+    found = read_folder(model_without_storage(model), shared_names(model), weights)
+    check_missing(model, found, weights)
+    return found
+
+
+def _verify_options(constraints: Constraints, ranks: Ranks, mesh: Mesh, *, whole_batches: bool) -> None:
+    """Checks that all ranks split the batch in the same way."""
+    if ranks.count > 1:
+        ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
+        asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
+        what = "the ranks can't shard this model together"
+        ranks.verify({"mesh= and inputs=": asked}, what, "the same mesh= and inputs= on every rank")
