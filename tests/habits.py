@@ -83,9 +83,9 @@ class Run:
         model: Any = build().double()
         torch.manual_seed(seed + 1)
         if self.options is not None:
-            is_weights = "data" not in self.options or "mesh" in self.options
+            is_batch = self.options.get("mesh") == "shard"
             plan = {"up": "column", "down": "row"} if plan is None else plan
-            model = ts.shard(model, plan if is_weights else {}, **self.options)
+            model = ts.shard(model, {} if is_batch else plan, **self.options)
         self.models.append(model)
         return model
 
@@ -236,7 +236,7 @@ def _tensors_in_caches_of_functions(run: Run) -> Any:
 def _collectives_of_slices(run: Run) -> Any:
     model = run.make(lambda: nn.Linear(6, 6), {"": "column"})
     weight = model.state_dict()["weight"]
-    if run.options is None or "mesh" in run.options:  # a mesh makes slices of two sizes
+    if run.options is None or isinstance(run.options.get("mesh"), dict):  # a mesh makes slices of two sizes
         return weight if run.options is None else model.full_state_dict()["weight"]
     whole = torch.zeros(6, 6).double()
     torch.distributed.all_gather_single(whole, weight, group=torch.distributed.group.WORLD)

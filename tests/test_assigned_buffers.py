@@ -142,10 +142,10 @@ def _trained(model: nn.Module, sharded: Any, count: int = 3) -> float:
 def test_buffers_are_the_unsharded_models(between: Any, recompute: str | None) -> None:
     torch.manual_seed(0)
     model = _Model(between).double()
-    options: dict[str, Any] = {} if recompute is None else {"recompute": recompute}
-    assert _trained(copy.deepcopy(model), ts.shard(copy.deepcopy(model), {}, **options)) < 1e-10
+    objective = ts.Objective() if recompute is None else ts.Objective(recompute=recompute)
+    assert _trained(copy.deepcopy(model), ts.shard(copy.deepcopy(model), {}, objective=objective)) < 1e-10
     x = torch.randn(4, 6).double()
-    assert ts.check(model, SPLIT, example_inputs=(x,), mesh=2, **options).ok
+    assert ts.check(model, SPLIT, example_inputs=(x,), mesh=2, objective=objective).ok
 
 
 def _on_ranks(rank: int) -> list[float]:

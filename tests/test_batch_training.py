@@ -58,7 +58,7 @@ def test_a_loss_outside_is_averaged_as_ddp_does(rank: int) -> None:
     assert gradient_error(sharded, model) < 1e-12
 
 
-def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
+def _whole(rank: int, mesh: Any) -> dict[str, float]:
     """Case -> the largest difference of results and gradients from the unsharded model, with global inputs."""
     worst = {}
     cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
@@ -68,7 +68,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
         "rows": (Sizes().double(), [(torch.randn(8, 4, 4).double(), torch.randn(4, 4).double())] * 2),
     }
     for name, (model, batches) in cases.items():
-        sharded = ts.shard(copy.deepcopy(model), {}, batches[0], inputs="global", **options)
+        sharded = ts.shard(copy.deepcopy(model), {}, batches[0], mesh=mesh, inputs="global")
         for batch in batches:
             losses, inputs = [], [[t.clone().requires_grad_(t.is_floating_point()) for t in batch] for _ in range(2)]
             for m, given in zip((model, sharded), inputs, strict=True):
@@ -83,14 +83,14 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
             worst[name] = largest(worst.get(name, 0.0), *found, gradient_error(sharded, model))
     norms = []
     model, ((x, mask), *_) = cases["sizes"]
-    for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), inputs="global", **options)):
+    for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), mesh=mesh, inputs="global")):
         (given,) = inputs_ = (x.clone().requires_grad_(),)
         (gradient,) = torch.autograd.grad(m(given, mask)[2].pow(3).sum(), inputs_, create_graph=True)
         norms.append(torch.autograd.grad(gradient.square().sum(), inputs_)[0])
     worst["twice"] = ((norms[0] - norms[1]).abs().max() / norms[0].abs().max()).item()
     ids, labels = _batch(4)
     told = "the ranks were called with inputs of the same shape but different values"
-    gpt = ts.shard(_model(), {}, (ids, labels), inputs="global", **options)
+    gpt = ts.shard(_model(), {}, (ids, labels), mesh=mesh, inputs="global")
     worst["other batches"] = 1.0 - refused_input(lambda: gpt(ids.roll(rank, 0), labels), told)
     worst["not divided"] = 1.0 - refused_input(lambda: gpt(ids[:5], labels[:5]), "a batch of 5 can't be divided among")
     return worst
@@ -98,18 +98,15 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("world", "options"),
+    ("world", "mesh"),
     [
-        (2, {"data": "shard"}),
-        (4, {"mesh": {"dp": 2, "tp": 2}}),
-        *(
-            pytest.param(world, options, marks=pytest.mark.nightly)
-            for world, options in ((4, {"data": "replicate"}), (4, {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}))
-        ),
+        (2, "shard"),
+        (4, {"dp": 2, "tp": 2}),
+        *(pytest.param(4, mesh, marks=pytest.mark.nightly) for mesh in ("replicate", {"dp": (2, "shard"), "tp": 2})),
     ],
 )
-def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> None:
-    for worst in run_ranks(_whole, world, options, seconds=300):
+def test_ranks_may_pass_whole_batches(world: int, mesh: Any) -> None:
+    for worst in run_ranks(_whole, world, mesh, seconds=300):
         assert largest(*worst.values()) < 1e-10, worst
 
 
@@ -147,13 +144,13 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
     ids, labels = _batch(2)
     with pytest.raises(ts.InputError, match="a batch of 5 can't be divided among 2 ranks"):
         ts.check(_model(), {}, example_inputs=(ids[:5], labels[:5]), mesh={"dp": (2, "replicate")})
-    part: dict[str, Any] = {"world_size": 2, "example_inputs": (ids, labels), "data": "replicate"}
+    part: dict[str, Any] = {"example_inputs": (ids, labels), "mesh": {"dp": (2, "replicate")}}
     with pytest.raises(ts.PlanError, match="the ranks divide the batch, and the plan splits weights"):
         ts.plan(_model(), {"*.q": "column"}, **part)
     with pytest.raises(ts.InputError, match="the ranks divide the batch, and nothing else"):
         ts.plan(_model(), {}, objective={"split": "all"}, **part)
-    with pytest.raises(ts.InputError, match="'slice' is no way to divide data"):
+    with pytest.raises(ts.InputError, match="'slice' is no use of a mesh's axis"):
         ts.plan(_model(), {}, example_inputs=(ids, labels), mesh={"dp": (2, "slice")})  # type: ignore[arg-type]
     plan = ts.plan(_model(), {}, example_inputs=(ids[:PART], labels[:PART]), mesh={"dp": (2, "replicate")})
-    with pytest.raises(ts.PlanError, match=r"(?s)divides something else.*made with data='replicate'"):
+    with pytest.raises(ts.PlanError, match=r"(?s)divides something else.*made for an axis that holds 'replicate'"):
         ts.check(_model(), plan, example_inputs=(ids, labels), mesh={"dp": (2, "shard")})

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from tests.test_sequence import Model
 from torchshard.testing import (
     PlannedCall,
@@ -112,8 +111,7 @@ CASES: dict[str, Any] = {
 def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Any) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
-    call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
-    report = ts.check(model, {}, data=data, **call)
+    report = ts.check(model, {}, args, kwargs, mesh={"dp": (world, data)})
     assert report.ok, str(report)
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import nightly, refused_input
+from tests.helpers import holding, nightly, refused_input
 from tests.test_carried_caches import GENERATED, _model
 from torchshard.testing import full_gradient, gradient_error, largest, run_ranks
 

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import holding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from torchshard.testing import gradient_error, largest, run_ranks
 
 ROWS = 4

@@ -107,7 +107,7 @@ def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys
 @pytest.mark.nightly
 def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    given = [llama, "--mesh", "dp=2,tp=2", "--data", "shard", "--sequence", "16"]
+    given = [llama, "--mesh", "dp=2:shard,tp=2", "--sequence", "16"]
     assert command("plan", *given, "--machine", "h100x8", "--json", str(file)) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan for 2 × 2 ranks") and "over dp, 2 parts of the batch (shard)" in shown
@@ -115,9 +115,10 @@ def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert str(plan) in shown and plan.axes[0].data == "shard"
     assert command("check", *given) == 0
     assert "exact: 4 ranks" in capsys.readouterr().out
-    assert command("check", *given, "--ranks", "8") == command("check", *given, "--processes") == 3
-    told = capsys.readouterr().err
-    assert "a mesh of 2 x 2 has 4 ranks, and there are 8" in told and "are checked in one process" in told
+    assert command("check", *given, "--processes") == 3
+    assert "are checked in one process" in capsys.readouterr().err
+    assert command("check", *given, "--ranks", "8") == 2
+    assert "argument --ranks: not allowed with argument --mesh" in capsys.readouterr().err
     assert command("plan", llama, "--mesh", "3x2") == 2
     assert "'3x2' is no mesh such as dp=8,tp=4" in capsys.readouterr().err
     assert command("plan", llama, "--mesh", "dp=2,dp=2") == 2
@@ -263,17 +264,29 @@ ERRORS = {
         "'up' is pinned as row and as column",
     ),
     "no ranks": (["plan", "tests.test_cli:factory", "--ranks", "0"], "0 is no number of ranks"),
+    "no ranks of meshes": (["meshes", "tests.test_cli:factory", "--ranks", "0"], "try:   --ranks 2\n"),
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "no machine": (["plan", "tests.test_cli:factory", "--machine", "abacus"], "'abacus' is no machine"),
-    "a mesh of more ranks": (
-        ["plan", "tests.test_cli:factory", "--mesh", "dp=2,tp=4", "--ranks", "4"],
-        "4\n  where: --mesh\n",
+    "a mesh of two axes for the weights": (
+        ["plan", "tests.test_cli:factory", "--mesh", "pp=2,dp=2:shard,tp=4"],
+        "  where: --mesh\n",
     ),
-    "data of no mesh": (["plan", "tests.test_cli:factory", "--data", "dp=shard"], "try:   --mesh dp=2,tp=4\n"),
+    "an axis of the batch without a word": (
+        ["plan", "tests.test_cli:factory", "--mesh", "dp=4"],
+        "try:   the axis of the weights last; or say what divides the batch: --mesh dp=4:replicate\n",
+    ),
+    "an axis that holds slices": (
+        ["plan", "tests.test_cli:factory", "--mesh", "dp=2:slices,tp=4"],
+        "'slices' is no use of a mesh's axis\n  where: --mesh\n",
+    ),
+    "a batch that is split twice": (
+        ["plan", "tests.test_cli:factory", "--mesh", "dp=2:shard", "--split", "all"],
+        "try:   without --split\n",
+    ),
     "a length that is trained": (
         ["plan", "tests.test_cli:factory", "--length", "64"],
-        "try:   --mode infer, --batch 8, --length 4096",
+        "where: --batch, --length\n  why:   the objective's mode is 'train'\n  try:   --mode infer\n",
     ),
     "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "invalid size '0': expected 1 or more"),
     "no machine's file": (["plan", "tests.test_cli:factory", "--machine", "no.json"], "'no.json' holds no machine"),

@@ -1,4 +1,4 @@
-"""Graphs that torch.compile compiles: by `compile=`, by `model.compile()`, and by torch.compile around the model."""
+"""Graphs that torch.compile compiles: by an objective, by `model.compile()`, and by torch.compile around the model."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def _mistakes(rank: int) -> dict[str, bool]:
         wrong: Any = options
         found[str(options)] = refused_input(lambda w=wrong: ts.shard(model, plan, objective={"compile": w}), text)
     once = torch.compile(copy.deepcopy(model), backend="eager")
-    found["compiled before"] = refused_input(lambda: ts.shard(once, plan), "compile=True")  # type: ignore[arg-type]
+    found["compiled before"] = refused_input(lambda: ts.shard(once, plan), '{"compile": True}')  # type: ignore[arg-type]
     one = ts.shard(model, plan, objective={"compile": EAGER if rank else False})
     text = "the ranks would compile the model with different options"
     found["on one rank"] = refused(lambda: one(x), text, ts.DistributedError)

@@ -87,17 +87,17 @@ def _trains(rank: int) -> tuple[dict[str, float], str, int]:
     warnings.simplefilter("ignore")
     found = {}
     for name, body in BODIES.items():
-        for data in (None, "shard"):
+        for mesh in (None, "shard"):
             torch.manual_seed(0)
             model = _Branch(body).double()
-            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else SPLIT, mesh=data)
+            sharded: Any = ts.shard(copy.deepcopy(model), {} if mesh else SPLIT, mesh=mesh)
             for i in range(5):
                 x = X + i / 10
                 _step(model, x, i)
-                _step(sharded, x.chunk(2)[rank] if data else x, i)
+                _step(sharded, x.chunk(2)[rank] if mesh else x, i)
             expected, got = model.state_dict(), sharded.full_state_dict()
             errors = [float((expected[key] - got[key]).abs().max()) for key in expected]
-            found[f"{name}, data={data}"] = max(*errors, gradient_error(sharded, model))
+            found[f"{name}, mesh={mesh}"] = max(*errors, gradient_error(sharded, model))
     again: Any = copy.deepcopy(sharded)
     torch.manual_seed(0)
     first: Any = ts.shard(_Branch(_first_batch).double(), SPLIT)

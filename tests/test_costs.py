@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import holding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
-from tests.helpers import allocated, nightly
+from tests.helpers import allocated, holding, nightly
 from tests.models import MLP
 from tests.priced import MESHES, PRICED, priced
 from tests.test_experts import _model as mixture
@@ -27,7 +26,7 @@ from torchshard.checking import lockstep
 from torchshard.checking.check import trial_of
 from torchshard.checking.exchanges import exchanged
 from torchshard.compiler.memory import OPTIMIZER_STATES
-from torchshard.compiler.meshes import mesh_sizes, read_mesh
+from torchshard.compiler.meshes import read_mesh
 from torchshard.core.choices import choices
 from torchshard.core.layouts import I, P
 from torchshard.core.mesh import MeshAxis
@@ -193,10 +192,10 @@ def test_the_price_of_experts(axis: str) -> None:
 def test_each_mesh_of_so_many_ranks_is_there_once() -> None:
     for ranks in (1, 6, 8):
         found = [*meshes(ranks, math.inf)]
-        assert all(math.prod(sizes.values()) == ranks for sizes, _ in found)
+        assert all(read_mesh(mesh).size == ranks for mesh in found)
         ways = 2 * sum(ranks % n == 0 for n in range(1, ranks)) + 1  # each divisor in both ways, and no data axis
         assert len(found) == len({str(each) for each in found}) == ways
-    assert all(sizes.get("tp", 1) <= 2 for sizes, _ in meshes(8, 2))
+    assert all(mesh.get("tp", 1) <= 2 for mesh in meshes(8, 2))
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -329,8 +328,8 @@ def test_predicted_memory_is_the_allocators(name: str, axes: dict[str, str], mon
 
 
 def test_a_mesh_of_one_axis_is_that_axis() -> None:
-    assert mesh_sizes({"tp": 4}) == {"tp": 4}
-    assert read_mesh(4, {"tp": 4}, None).axes == (MeshAxis(4),) and read_mesh(4, {"tp": 4}, None).last.data is None
-    assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
-    assert read_mesh(4, {"dpo": 4}, None).last.data is None  # not a usual name of a data axis
-    assert read_mesh(4, {"dp": 4}, "shard").last.data == "shard" and not read_mesh(4, {"dp": 4}, "shard").across
+    (axis,) = read_mesh({"tp": 4}).axes
+    assert axis == MeshAxis(4) and (str(axis), axis.data) == ("tp", None)
+    assert read_mesh({"dp": (1, "shard"), "tp": 4}) == read_mesh({"tp": 4}) == read_mesh({"tp": 4}, 4)
+    assert read_mesh({"dpo": 4}).last.data is None  # not a usual name of a data axis
+    assert read_mesh({"dp": (4, "shard")}).last.data == "shard" and not read_mesh({"dp": (4, "shard")}).across

@@ -24,7 +24,7 @@ X = torch.randn(3, 12)
 
 
 def _plan(plan: Any, model: nn.Module | None = None, **kwargs: Any) -> Any:
-    return ts.plan(model or MLP(), plan, mesh=2, **{"example_inputs": (X,)} | kwargs)
+    return ts.plan(model or MLP(), plan, mesh=2, **({"example_inputs": (X,)} | kwargs))
 
 
 def _four_lines(error: ts.ShardError) -> str:
@@ -256,7 +256,7 @@ def test_what_is_sharded_or_split_already_is_told() -> None:
     sharded = ts.shard(MLP(), {"up": "column"}, (X,))
     for part in (sharded.up, nn.Sequential(sharded), sharded):
         assert "is sharded already" in _raises(partial(_plan, {}, part))
-        assert "is sharded already" in _raises(partial(ts.check, part, {}, world_size=2))
+        assert "is sharded already" in _raises(partial(ts.check, part, {}, mesh=2))
     assert "is sharded already" in _raises(lambda: ts.shard(sharded.up, {}, (X,)))
     assert "has no values" in _raises(lambda: ts.shard(sharded.source, {}, (X,)))
     assert "can't be copied by itself" in _raises(lambda: copy.deepcopy(sharded.up))
@@ -281,27 +281,27 @@ def test_more_ranks_than_elements_where_ranks_divide_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks, share, advice",
+    "mesh, share, advice",
     [
-        ({"world_size": 4}, 4, "more ranks"),
-        ({"world_size": 4, "data": "replicate"}, 1, 'data="shard"'),
-        ({"world_size": 4, "data": "shard"}, 4, "more ranks"),
-        ({"mesh": {"dp": 2, "tp": 2}}, 2, 'data="shard"'),
-        ({"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, 4, "more ranks"),
+        (4, 4, "more ranks"),
+        ({"dp": (4, "replicate")}, 1, 'mesh= with "shard" for the ranks of the batch'),
+        ({"dp": (4, "shard")}, 4, "more ranks"),
+        ({"dp": 2, "tp": 2}, 2, 'mesh= with "shard" for the ranks of the batch'),
+        ({"dp": (2, "shard"), "tp": 2}, 4, "more ranks"),
     ],
     ids=str,
 )
-def test_what_no_plan_can_fit_says_what_would_help(ranks: dict[str, Any], share: int, advice: str) -> None:
+def test_what_no_plan_can_fit_says_what_would_help(mesh: Any, share: int, advice: str) -> None:
     size = 4 * sum(p.nbytes for p in MLP().parameters()) / share
-    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), objective={"memory": 0.99 * size}, **ranks))
+    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), mesh=mesh, objective={"memory": 0.99 * size}))
     assert "no plan for 4 ranks" in text and f"try:   {advice}" in text
 
 
 def test_several_axes_without_a_word_are_named_together() -> None:
     text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), mesh={"a": (2, "replicate"), "b": 2, "c": 2}))
-    data = {"a": "replicate", "b": "replicate"}
-    assert str(data) in text
-    assert ts.plan(MLP(), example_inputs=(X[:2],), mesh={"a": (2, data), "b": (2, data), "c": 2})
+    mesh: dict[str, Any] = {"a": (2, "replicate"), "b": (2, "replicate"), "c": 2}
+    assert str(mesh) in text
+    assert ts.plan(MLP(), example_inputs=(X[:2],), mesh=mesh)
 
 
 def test_styles_that_a_layer_can_have_are_named() -> None:
@@ -315,7 +315,7 @@ def test_styles_that_a_layer_can_have_are_named() -> None:
         lambda: ts.save(MLP(), "run"),  # type: ignore[arg-type]
         lambda: ts.load(MLP(), "run"),  # type: ignore[arg-type]
         lambda: ts.save_pretrained("out", MLP()),  # type: ignore[arg-type]
-        lambda: _plan({}, recompute=5),
+        lambda: _plan({}, objective={"recompute": 5}),
         lambda: ts.measure_machine(dtype="float32"),  # type: ignore[arg-type]
         lambda: ts.distributed.launch(lambda: 0, 1),
         lambda: ts.distributed.init_process_group(None),  # type: ignore[arg-type]

@@ -11,11 +11,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 import transformers.integrations.moe
-from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from torchshard.testing import capture
 
 aten = torch.ops.aten
@@ -333,7 +332,7 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
     torch.manual_seed(0)
     model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
     call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    assert not ts.plan(model, {}, example_kwargs=call, mesh=2).data
+    assert not ts.plan(model, {}, example_kwargs=call, mesh=2).last.data
     with torch.device("meta"):  # here it counts integers, unlike on CPUs
         model = transformers.MixtralForCausalLM(config)
     plan = ts.plan(model, {}, example_kwargs=call, mesh=2, objective={"memory": "1GiB"})

@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 import transformers.integrations.moe
-from helpers import holding
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from tests.test_experts import HYBRID, MOVES, WIDE, Move, _by_bias, _by_scatter, _by_sizes, _ends, _model, _Moved
 from torchshard.testing import largest, rank_graph, run_ranks, step_graphs
 

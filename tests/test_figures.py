@@ -36,12 +36,11 @@ from torchshard.testing import capture
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
+def _mesh_plan(data: Any = "shard", **objective: Any) -> Plan:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
-    return ts.plan(
-        nn.Sequential(*blocks), example_inputs=(torch.randn(8, 16),), mesh={"dp": (2, data), "tp": 3}, **options
-    )
+    mesh = {"dp": (2, data), "tp": 3}
+    return ts.plan(nn.Sequential(*blocks), "auto", (torch.randn(8, 16),), mesh=mesh, objective=objective)
 
 
 # --- seconds ---------------------------------------------------------------------------------------------------------
@@ -222,7 +221,11 @@ def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
     assert "blocks.1 on 2 ranks" in (tmp_path / "page.html").read_text()
 
 
-OF_WEIGHTS = [{"mesh": {"dp": 4}}, {"mesh": {"hosts": 2, "fsdp": 3, "tp": 2}}, {"axes": "sequence"}]
+OF_WEIGHTS: list[dict[str, Any]] = [
+    {"mesh": {"dp": (4, "shard")}},
+    {"mesh": {"hosts": (2, "replicate"), "fsdp": (3, "shard"), "tp": 2}},
+    {"mesh": 2, "objective": {"split": "sequence"}},
+]
 
 
 @nightly("options1")
@@ -230,9 +233,7 @@ OF_WEIGHTS = [{"mesh": {"dp": 4}}, {"mesh": {"hosts": 2, "fsdp": 3, "tp": 2}}, {
 def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
-    data = {"hosts": "replicate", "fsdp": "shard"} if len(options.get("mesh", ())) > 1 else "shard"
-    more = {"data": data} if "mesh" in options else {"world_size": 2}
-    plan = ts.plan(nn.Sequential(*blocks), example_inputs=(torch.randn(4, 6, 16),), **options, **more)
+    plan = ts.plan(nn.Sequential(*blocks), example_inputs=(torch.randn(4, 6, 16),), **options)
     graph = plan.graph.graph
     assert sum(one.is_join for one in stations(graph, "")) == sum(map(is_join, graph.nodes)) > 0
     root = _figure(plan, tmp_path, "0")
@@ -301,8 +302,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
     """Counts the bytes of all axes, mostly of the batch's; memory that was not requested is not shown as 0."""
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
     pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
-    mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
-    split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
+    split, whole = (ts.plan(model, pin, example_inputs=(x,), mesh={"dp": (2, "shard"), "tp": 2}) for pin in pins)
     alone = ts.plan(model, pins[0], example_inputs=(x,), mesh=2)
     sent = [sum(each.costs.nbytes for each in plan.axes) for plan in (alone, split, whole)]
     assert sent[0] < sent[1] < sent[2]

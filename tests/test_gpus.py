@@ -34,7 +34,7 @@ from torchshard.distributed import process_groups, wire
 from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
 from torchshard.ir.graph import fake_mode
 from torchshard.passes import annotate, localized
-from torchshard.plans.machine import objective
+from torchshard.plans.objective import read_aim
 from torchshard.runtime import compilation
 from torchshard.testing import run_ranks
 
@@ -186,7 +186,7 @@ def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
     model = _Attention(p)
     captured = prepared(model, (torch.randn(2, 3, 8),))
     facts = ModelFacts.of(model)
-    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, Mesh((MeshAxis(2),)), objective(None))).plan
+    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, Mesh((MeshAxis(2),)), read_aim())).plan
     (node,) = captured.graph.graph.find_nodes(
         op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
     )
@@ -216,7 +216,7 @@ def _localized_on(device: str, plan: dict[str, str]) -> fx.GraphModule:
     """Returns rank 0's local graph on two ranks, with its fake tensors moved to `device`."""
     model = MLP()
     facts = ModelFacts.of(model)
-    made = program(model, read_constraints(facts, plan, Mesh((MeshAxis(2),)), objective(None)), (torch.randn(4, 12),))
+    made = program(model, read_constraints(facts, plan, Mesh((MeshAxis(2),)), read_aim()), (torch.randn(4, 12),))
     local = localized(made.graph, MeshAxis(2).simulated()[0])
     for node in local.graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
@@ -255,12 +255,12 @@ def test_cuda_graphs_use_the_memory_of_the_call_before_and_hold_nothing_that_glo
 ) -> None:
     marked: list[str] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append("a call"))
-    compiler, gpu = compilation.Compiler(options, where="shard(compile=...)"), {torch.device("cuda", 0)}
+    compiler, gpu = compilation.Compiler(options, where="objective="), {torch.device("cuda", 0)}
     shares = Group(0, 2, gloo_devices=frozenset({"cpu", "cuda"}))
     with pytest.raises(ts.InputError, match="a CUDA graph can't hold what gloo sends"):
         compiler.begin_call(shares, gpu)
     compiler.begin_call(shares, {torch.device("cpu")})
-    compilation.Compiler({}, where="shard(compile=...)").begin_call(shares, gpu)
+    compilation.Compiler({}, where="objective=").begin_call(shares, gpu)
     assert not marked
     compiler.begin_call(replace(shares, gloo_devices=frozenset({"cpu"})), gpu)
     compiler.begin_call(replace(shares, size=1), gpu)

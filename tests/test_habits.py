@@ -387,8 +387,8 @@ def test_anomaly_mode_finds_none_in_what_torchshard_records(rank: int) -> None:
 MESHES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
     (3, {}),
-    (2, {"data": "shard", "inputs": "global"}),
-    (4, {"mesh": {"dp": 2, "tp": 2}, "data": "shard", "inputs": "global"}),
+    (2, {"mesh": "shard", "inputs": "global"}),
+    (4, {"mesh": {"dp": (2, "shard"), "tp": 2}, "inputs": "global"}),
 ]
 
 

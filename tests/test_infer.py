@@ -27,10 +27,8 @@ def _llama() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def _step(model: nn.Module, batch: int, length: int, **options: Any) -> ts.Plan:
-    return ts.plan(
-        model, example_inputs=ts.DecodeStep(batch=batch, length=length), mesh=2, objective={"mode": "infer"}, **options
-    )
+def _step(model: nn.Module, batch: int, length: int, plan: Any = "auto", **objective: Any) -> ts.Plan:
+    return ts.plan(model, plan, ts.DecodeStep(batch, length), mesh=2, objective={"mode": "infer", **objective})
 
 
 @pytest.mark.nightly
@@ -68,19 +66,9 @@ def test_the_longest_context_is_the_longest_that_can_be_planned(batch: int) -> N
     memory = 1.2 * _step(model, batch, 40, memory="1GiB").costs.memory["peak"]
     longest = _step(model, batch, 40, memory=memory).costs.context
     assert longest is not None and longest > 40
-    fits = ts.plan(model, _step(model, batch, 40, memory=memory), example_inputs=ts.DecodeStep(batch=batch, length=longest), mesh=2, objective={"mode": "infer", "memory": memory})  # fmt: skip
+    fits = _step(model, batch, longest, plan=_step(model, batch, 40, memory=memory), memory=memory)
     assert fits.costs.memory["peak"] <= memory
-    assert refused(
-        lambda: ts.plan(
-            model,
-            fits,
-            example_inputs=ts.DecodeStep(batch=batch, length=longest + 1),
-            mesh=2,
-            objective={"mode": "infer", "memory": memory},
-        ),
-        "does not fit",
-        ts.PlanError,
-    )
+    assert refused(lambda: _step(model, batch, longest + 1, plan=fits, memory=memory), "does not fit", ts.PlanError)
 
 
 @pytest.mark.nightly
@@ -155,10 +143,10 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     example = {"input_ids": ids}
     assert refused_input(lambda: ts.plan(model, example_kwargs=example, mesh=2, objective={"mode": "serve"}), "no mode")  # type: ignore[arg-type]
     assert refused_input(lambda: _step(model, 0, 4), "no size of a decode step")
-    assert refused_input(
-        lambda: ts.plan(model, example_inputs=ts.DecodeStep(batch=2), mesh=2), "those of a decode step"
-    )
-    assert refused_input(lambda: _step(model, 2, 4, example_kwargs=example), "those of a decode step")
+    step = ts.DecodeStep(batch=2, length=4)
+    assert refused_input(lambda: ts.plan(model, "auto", step, mesh=2), "an example of a call without gradients")
+    infer: dict[str, Any] = {"mesh": 2, "objective": {"mode": "infer"}}
+    assert refused_input(lambda: ts.plan(model, "auto", step, example, **infer), "takes no other example arguments")
     assert refused_input(lambda: _step(nn.Linear(4, 4), 2, 4), "no decode step of a Linear")
     assert refused_input(lambda: _step(model, 2, 4, recompute="*"), "nothing is computed again")
 

@@ -27,7 +27,7 @@ from torchshard.testing import (
     step_graphs,
 )
 
-Mesh = dict[str, int] | None
+Mesh = dict[str, Any] | str
 LENGTHS = (12, 7, 12)
 
 
@@ -66,14 +66,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 def _place(rank: int, mesh: Mesh) -> tuple[int, int]:
     """Returns the index of this rank's batch shard, and the number of shards."""
     world = torch.distributed.get_world_size()
-    weights = 1 if mesh is None else mesh.get("tp", 1)
+    weights = 1 if isinstance(mesh, str) else mesh.get("tp", 1)
     return rank // weights, world // weights
 
 
 def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[str, float]:
     """Returns each model's largest error of an accumulated gradient against the unsharded model on full batches."""
     worst = {}
-    part, parts = _place(rank, options.get("mesh"))
+    part, parts = _place(rank, options["mesh"])
     for name in names:
         make, loss_of = MODELS[name]
         torch.manual_seed(0)
@@ -103,16 +103,18 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
 @pytest.mark.parametrize(
     ("world", "names", "options"),
     [
-        (2, ["gpt", "frozen"], {"data": "replicate"}),
-        (2, ["gpt", "tied"], {"data": "shard"}),
-        pytest.param(2, ["gpt"], {"data": "shard", "compile": {"backend": "aot_eager"}}, marks=pytest.mark.nightly),
-        pytest.param(3, ["frozen", "lora"], {"data": "shard"}, marks=pytest.mark.nightly),
+        (2, ["gpt", "frozen"], {"mesh": "replicate"}),
+        (2, ["gpt", "tied"], {"mesh": "shard"}),
         pytest.param(
-            4, ["gpt", "frozen", "tied"], {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, marks=pytest.mark.nightly,
+            2, ["gpt"], {"mesh": "shard", "objective": {"compile": {"backend": "aot_eager"}}},
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(3, ["frozen", "lora"], {"mesh": "shard"}, marks=pytest.mark.nightly),
+        pytest.param(
+            4, ["gpt", "frozen", "tied"], {"mesh": {"dp": (2, "shard"), "tp": 2}}, marks=pytest.mark.nightly,
         ),
         pytest.param(
-            4, ["gpt", "lora"], {"mesh": {"a": 2, "b": 2}, "data": {"a": "replicate", "b": "shard"}},
-            marks=pytest.mark.nightly,
+            4, ["gpt", "lora"], {"mesh": {"a": (2, "replicate"), "b": (2, "shard")}}, marks=pytest.mark.nightly,
         ),
     ],
 )  # fmt: skip

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 import transformers
-from helpers import holding
 from torch import nn
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from tests.test_batches import _batch, _model, _own
 from tests.test_meshes import MESHES, PLAN, _planned
 from torchshard.testing import (
@@ -22,29 +23,55 @@ from torchshard.testing import (
 
 # --- rejected meshes --------------------------------------------------------------------------------------------------
 
+GROUPS = SimpleNamespace(mesh_dim_names=("dp", "tp"), shape=(2, 2))
+"""The attributes of a `DeviceMesh` that are read for a plan."""
+HYBRID_GROUPS = SimpleNamespace(mesh_dim_names=("dp_replicate", "dp_shard"), shape=(2, 2))
+
 
 @pytest.mark.parametrize(
-    ("mesh", "data", "told"),
+    ("mesh", "told"),
     [
-        ({"dp": 2, "tp": 4}, None, "a mesh of 2 x 4 has 8 ranks, and there are 4"),
-        ({"dp": 2, "tp": 2}, {"dq": "shard"}, "the mesh has no axis 'dq'"),
-        ({"pp": 2, "dp": 2, "tp": 1}, {"dp": "shard"}, "one axis for the weights; in this mesh pp, tp do not divide"),
-        ({"d p": 2, "tp": 2}, None, "'d p' is no name of an axis"),
-        ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
-        ({"tp": 2, "dp": 2}, None, "over 'dp', the last axis, the weights would be divided, and not the batch"),
-        ({"dp_replicate": 2, "dp_shard": 2}, "shard", "over 'dp_shard', the last axis"),
-        ({"data": 4}, None, "over 'data', the last axis"),
-        ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
-        ({}, None, "a mesh without axes has no ranks"),
-        (7, None, "a int is no mesh whose axes have names"),
-        (None, {"dp": "shard"}, "there is no mesh whose axes it could name"),
-        ({"dp": 2, "tp": 2}, "slices", "'slices' is no way to divide data"),
-        ({"dp": 2, "tp": 2}, {"dp": "slices"}, "'slices' is no way to divide data"),
+        ((GROUPS, {"dq": "shard"}), "the mesh has no axis 'dq'"),
+        ({"pp": 2, "dp": (2, "shard"), "tp": 1}, "one axis for the weights; in this mesh pp, tp do not divide"),
+        ({"d p": 2, "tp": 2}, "'d p' is no name of an axis"),
+        ({"tp": 2, "dp": (2, "shard")}, "consecutive ranks divide the batch"),
+        ({"tp": 2, "dp": 2}, "over 'dp', the last axis, the weights would be divided, and not the batch"),
+        ({"dp_replicate": (2, "shard"), "dp_shard": 2}, "over 'dp_shard', the last axis"),
+        ((HYBRID_GROUPS, "shard"), "over 'dp_shard', the last axis"),
+        ({"data": 4}, "over 'data', the last axis"),
+        ({"dp": 2.0, "tp": 2}, "the mesh has 2.0 ranks along 'dp'"),
+        ({}, "a mesh without axes has no ranks"),
+        (7.0, "a float is no mesh whose axes have names"),
+        ((None, {"dp": "shard"}), "a NoneType is no mesh whose axes have names"),
+        (None, "the number of ranks is missing"),
+        ("shard", "the number of ranks is missing"),
+        (0, "0 is no number of ranks"),
+        ("slices", "'slices' is no use of a mesh's axis"),
+        ({"dp": (2, "slices"), "tp": 2}, "'slices' is no use of a mesh's axis"),
+        ((GROUPS, "slices"), "'slices' is no use of a mesh's axis"),
+        ((GROUPS, {"dp": "slices"}), "'slices' is no use of a mesh's axis"),
     ],
 )
-def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> None:
+def test_meshes_that_are_none_are_refused(mesh: Any, told: str) -> None:
     with pytest.raises(ts.InputError, match=told):
-        ts.plan(nn.Linear(4, 4), mesh=holding(mesh, data), example_inputs=(torch.ones(4, 4),))
+        ts.plan(nn.Linear(4, 4), mesh=mesh, example_inputs=(torch.ones(4, 4),))
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 4}, {"dp": (2, "shard"), "tp": 4}])
+def test_a_mesh_of_another_number_of_ranks_is_refused(mesh: Any) -> None:
+    with pytest.raises(ts.InputError, match="a mesh of 2 x 4 has 8 ranks, and there are 1"):
+        ts.shard(nn.Linear(4, 4), {}, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2, "dp": 2}, {"pp": 2, "dp": (2, "shard"), "tp": 2}, {"tp": 2, "fsdp": (2, "shard")}], ids=str
+)
+def test_a_refused_mesh_is_accepted_as_the_error_writes_it(mesh: Any) -> None:
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    with pytest.raises(ts.InputError) as caught:
+        ts.plan(model, mesh=mesh, example_inputs=(x,))
+    advised = ast.literal_eval(str(caught.value).rpartition("mesh=")[2])
+    assert ts.plan(model, mesh=advised, example_inputs=(x,)).across
 
 
 @pytest.mark.nightly
@@ -107,9 +134,8 @@ def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
     )
     model, ids = transformers.GPT2LMHeadModel(config).double(), torch.randint(0, 501, (8, 32))
     options: dict[str, Any] = {
-        "mesh": MESHES[0],
-        "data": "shard",
-        "machine": "h100x8",
+        "mesh": holding(MESHES[0], "shard"),
+        "objective": {"machine": "h100x8"},
         "example_kwargs": {"labels": ids},
     }
     assert ts.plan(model, "auto", **options, example_inputs=(ids,)).across

@@ -12,13 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 import transformers
-from helpers import holding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import nightly, refused, refused_input
+from tests.helpers import holding, nightly, refused, refused_input
 from tests.test_batches import KINDS, PART, WAYS, _batch, _model, _model_of, _own, _train_both
 from tests.test_folder_models import _saved
 from tests.test_meshes import HYBRID, MESHES, PLAN
@@ -141,7 +140,7 @@ def _beside(rank: int) -> dict[str, Any]:
         found[f"{wrong} on one rank"] = refused(lambda m=mesh: ts.shard(_model(p=0.0), {}, own, mesh=m), told)
         found[f"{wrong} leaves nothing"] = not tsd.is_initialized()
     models = [
-        ts.shard(_model(p=0.0), {}, own, mesh={"dp": (2, HYBRID), "fsdp": 2}),
+        ts.shard(_model(p=0.0), {}, own, mesh=holding({"dp": 2, "fsdp": 2}, HYBRID)),
         ts.shard(_model(p=0.0), {}, own, mesh={"dp": (4, "shard"), "tp": 1}),
     ]
     for model in models:
@@ -156,9 +155,9 @@ def _beside(rank: int) -> dict[str, Any]:
     found["another"] = refused(lambda: ts.shard(_model(), {}, own, mesh={"x": 4}), told, ts.DistributedError)
     told = "the ranks divide the batch, and no mesh says which ranks"
     found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, mesh="replicate"), told)
-    one: dict[str, Any] = {"mesh": {"dp": 4, "tp": 1}, "data": "shard"} if rank else {}
+    one: Any = {"dp": (4, "shard"), "tp": 1} if rank else None
     differs = "the ranks have different meshes"
-    found["no mesh on one rank"] = refused(lambda: ts.shard(_model(), {}, own, **one), differs, ts.DistributedError)
+    found["no mesh on one rank"] = refused(lambda: ts.shard(_model(), {}, own, mesh=one), differs, ts.DistributedError)
     return found
 
 
@@ -268,7 +267,7 @@ def _wrong(rank: int, way: Any) -> dict[str, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, model, batch = mesh.get_local_rank("dp"), _model(p=0.0), _batch(2)
     own = _own(batch, data)
-    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=holding(mesh, {"dp": way}))
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=(mesh, {"dp": way}))
     assert (tsd.get_group_size(), tsd.get_data_parallel_rank()) == (2, data)
     by_rank = tuple(t[rank : rank + 2] for t in batch)
     found = {}

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from tests.test_batches import CASES, WAYS, _batch, _model, _own
 from torchshard.testing import (
     Call,
@@ -70,7 +69,7 @@ class Pieces(nn.Module):
 
 
 def test_a_batch_of_one_size_alone_is_divided_over_two_axes() -> None:
-    report = ts.check(Pieces(), "auto", example_inputs=(torch.randn(8, 6),), mesh={"dp": (2, HYBRID), "fsdp": 2})
+    report = ts.check(Pieces(), "auto", example_inputs=(torch.randn(8, 6),), mesh=holding({"dp": 2, "fsdp": 2}, HYBRID))
     assert report.ok, str(report)
 
 

@@ -118,10 +118,10 @@ def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch
         return parts
 
     case = CASES["mlp"]
-    model, call = case.build().double(), {"world_size": 2, "example_inputs": case.inputs()}
-    assert ts.check(model, case.plan, **call).ok
+    model, inputs = case.build().double(), case.inputs()
+    assert ts.check(model, case.plan, inputs, mesh=2).ok
     monkeypatch.setattr("torchshard.runtime.step.step_graphs", doubled)
-    report = ts.check(model, case.plan, **call)
+    report = ts.check(model, case.plan, inputs, mesh=2)
     assert not report.ok and report.diverges_at == BY_GRAPHS
 
 
@@ -188,9 +188,9 @@ FAULTS: dict[str, Any] = {
 def test_a_fault_in_what_real_ranks_run_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(3, 6)
-    call: dict[str, Any] = {"world_size": 2, "example_inputs": (x.requires_grad_(),)}
+    x.requires_grad_()
     FAULTS[name](monkeypatch)
-    assert not ts.check(model, {"0": "column", "2": "row"}, **call).ok
+    assert not ts.check(model, {"0": "column", "2": "row"}, (x,), mesh=2).ok
 
 
 def _with_sums(graph: fx.GraphModule, given: Any = None, *, kept: Any = (), **_: Any) -> Partition:
@@ -230,7 +230,7 @@ def test_sums_that_come_later_are_the_gradients_or_the_check_sees_it(
 ) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(4, 6)
-    module, call = importlib.import_module("torchshard.passes.unsummed"), {"world_size": 2, "data": "replicate"}
+    module = importlib.import_module("torchshard.passes.unsummed")
     found, summed = module.parts_of, list[object]()
 
     def parts(*given: Any) -> Any:
@@ -240,7 +240,7 @@ def test_sums_that_come_later_are_the_gradients_or_the_check_sees_it(
 
     monkeypatch.setattr(module, "parts_of", parts)
     monkeypatch.setattr(step, "step_graphs", _with_sums)
-    report = ts.check(model, {}, example_inputs=(x,), **call)
+    report = ts.check(model, {}, (x,), mesh={"dp": (2, "replicate")})
     assert summed and report.ok is not bool(fault) and report.diverges_at == (BY_GRAPHS if fault else "")
 
 

@@ -27,7 +27,7 @@ from torchshard.passes import annotate, insert, localized, lower, normalize, rew
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.plans.data import AxisPlan
-from torchshard.plans.machine import Mode, objective
+from torchshard.plans.objective import Mode, read_aim
 from torchshard.plans.plan import Plan
 
 pytestmark = pytest.mark.quick
@@ -61,7 +61,7 @@ def _stages() -> dict[str, fx.GraphModule]:
     stages["normalized"] = duplicate(graph)
     facts = ModelFacts.of(model)
     mesh = Mesh((MeshAxis(WORLD),))
-    plan = plan_graph(graph, facts, read_constraints(facts, PLAN, mesh, objective("h100x8"))).plan
+    plan = plan_graph(graph, facts, read_constraints(facts, PLAN, mesh, read_aim({"machine": "h100x8"}))).plan
     graph.meta["axis"] = MeshAxis(WORLD)
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),

@@ -24,19 +24,19 @@ from torchshard.testing import CapturedCall, capture, predicted_memory, run_rank
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("objective", "text"),
     [
         ({"memory": "24"}, "'24' is no size"),
         ({"memory": "0GiB"}, "'0GiB' is no size"),
         ({"memory": -1}, "-1 is no size"),
         ({"memory": True}, "True is no size"),
         ({"machine": "h100"}, "'h100' is no machine"),
-        ({"axes": "batch"}, "'batch' is no choice of axes"),
+        ({"split": "batch"}, "'batch' is no choice of what may be split"),
     ],
 )
-def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
+def test_knobs_that_are_none(objective: dict[str, Any], text: str) -> None:
     with pytest.raises(ts.InputError, match=text) as caught:
-        ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), mesh=2, **options)
+        ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), mesh=2, objective=objective)
     assert str(caught.value).count("\n") == 3
 
 
@@ -75,14 +75,14 @@ def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> 
 def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
     busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
-    many, few = (_gpt(world_size=4, machine=machine) for machine in (idle, busy))
+    many, few = (_gpt(mesh=4, machine=machine) for machine in (idle, busy))
     assert set(many.costs.fewer) == {1, 2}
     assert many.costs.fewer[1] < many.costs.fewer[2] <= many.costs.seconds and "fewer ranks are faster" in str(many)
     assert few.costs.seconds < few.costs.fewer[2] < few.costs.fewer[1] and "fewer ranks" not in str(few)
     overlapped = many.with_last(costs=dataclasses.replace(many.costs, step=many.costs.fewer[1] / 2))
     assert "fewer ranks" not in str(overlapped)  # the overlapped time counts
     assert "one rank alone: " in str(few) and str(ts.Plan.from_json(many.to_json())) == str(many)
-    whole = _gpt(world_size=1, machine=busy)
+    whole = _gpt(mesh=1, machine=busy)
     assert few.costs.fewer[1] == pytest.approx(whole.costs.seconds, rel=1e-6) and "alone" not in str(whole)
 
 
@@ -95,13 +95,13 @@ def test_the_batch_is_split_when_asked_and_only_then() -> None:
     """An MLP with a large batch: split over it, the ranks only sum the small gradients of weights."""
     model, x = MLP(8, 16, 8), torch.randn(4096, 8)
     machine = ts.Machine("m", 1e9, 1e9, 1e8, 1e-6, 1e-6)
-    asked = {"world_size": 2, "example_inputs": (x,), "machine": machine, "memory": "1GiB"}
-    split = ts.plan(model, objective={"split": "all"}, **asked)
-    whole = ts.plan(model, {"up": "replicate", "down": "replicate"}, **asked)
+    objective = ts.Objective(machine=machine, memory="1GiB")
+    split = ts.plan(model, "auto", (x,), mesh=2, objective=dataclasses.replace(objective, split="all"))
+    whole = ts.plan(model, {"up": "replicate", "down": "replicate"}, (x,), mesh=2, objective=objective)
     assert set(map(str, split.parameters.values())) == {"I"} and split.costs.seconds < 0.7 * whole.costs.seconds
     assert {c.name for c in split.costs.collectives} == {"scatter", "copy", "gather"}
     assert ts.check(model, split, example_inputs=(x,), mesh=2).ok
-    kept = ts.plan(model, **asked)
+    kept = ts.plan(model, "auto", (x,), mesh=2, objective=objective)
     assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
 
 
@@ -272,8 +272,8 @@ class Alike(nn.Module):
         return x
 
 
-def _alike(**options: Any) -> ts.Plan:
-    return ts.plan(Alike(), options.pop("plan", "auto"), example_inputs=(torch.randn(4, 8),), mesh=2, **options)
+def _alike(plan: Any = "auto", **objective: Any) -> ts.Plan:
+    return ts.plan(Alike(), plan, (torch.randn(4, 8),), mesh=2, objective=objective)
 
 
 @functools.cache

@@ -28,9 +28,9 @@ def _captured_gpt() -> CapturedCall:
     return capture(GPT(p=0.0), (IDS, IDS))
 
 
-def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options: Any) -> ts.Plan:
+def _gpt(plan: Any = "auto", mesh: Any = 2, **objective: Any) -> ts.Plan:
     """Returns the plan of `ts.plan`; the model is captured once for all tests."""
-    return _captured_gpt().plan(plan, world_size, objective={"machine": machine}, **options).plan
+    return _captured_gpt().plan(plan, mesh, objective).plan
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

@@ -24,12 +24,14 @@ def proposals() -> Any:
 @pytest.mark.nightly
 def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Any) -> None:
     assert [each.seconds for each in proposals] == sorted(each.seconds for each in proposals)
-    assert {str(dict(each.mesh)) for each in proposals} == {"{'dp': 4}", "{'dp': 2, 'tp': 2}", "{'tp': 4}"}
+    meshes = {line.split()[0] for line in str(proposals).splitlines()[1:]}
+    assert meshes == {"tp=4", "dp=4:replicate", "dp=4:shard", "dp=2:replicate,tp=2", "dp=2:shard,tp=2"}
     assert all(each.fits for each in proposals)
     model, batch = _model(p=0.0), _batch(4)
     for each in proposals[::3]:
         assert each.plan is not None
-        part = batch if "dp" not in each.mesh else tuple(t[: len(t) // each.mesh["dp"]] for t in batch)
+        parts, _ = each.mesh.get("dp", (1, ""))
+        part = tuple(t[: len(t) // parts] for t in batch)
         alone = ts.plan(model, mesh=each.mesh, example_inputs=part)
         assert alone.step_seconds == each.plan.step_seconds
         report = ts.check(model, each.plan, mesh=each.mesh, example_inputs=batch)
@@ -38,7 +40,8 @@ def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Any
 
 @pytest.mark.nightly
 def test_slices_of_weights_take_less_memory(proposals: Any) -> None:
-    held = {(len(each.mesh), each.data): each.plan.step_memory for each in proposals if each.plan and "dp" in each.mesh}
+    of_batch = [each for each in proposals if each.plan and "dp" in each.mesh]
+    held = {(len(each.mesh), each.mesh["dp"][1]): each.plan.step_memory for each in of_batch}
     for axes in (1, 2):
         assert held[axes, "shard"]["parameters"] < held[axes, "replicate"]["parameters"]
 
@@ -68,7 +71,7 @@ def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
     wide = ts.plan(model, example_inputs=(rows[:128],), mesh={"dp": (2, "shard")}, objective={"memory": "1GiB"})
     limit = 0.8 * wide.step_memory["peak"]
     found = ts.meshes(model, example_inputs=(rows,), mesh=2, objective={"memory": limit})
-    slices = next(each for each in found if each.data == "shard")
+    slices = next(each for each in found if each.mesh == {"dp": (2, "shard")})
     assert slices.fits and slices.plan is not None and slices.plan.recompute
 
 
@@ -93,19 +96,22 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
     found = ts.meshes(Wide(), example_inputs=(torch.randn(4, 8),), mesh=6)
     whys = {str(dict(each.mesh)): each.why for each in found if each.plan is None}
     assert whys == {
-        "{'dp': 6}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
-        "{'dp': 3, 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
+        "{'dp': (6, 'replicate')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
+        "{'dp': (6, 'shard')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
+        "{'dp': (3, 'replicate'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
+        "{'dp': (3, 'shard'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
     }
     assert found[0].fits
-    for mesh in ("dp=6", "dp=3, tp=2"):  # once below the table, for both values of data
-        assert str(found).count(f"\n{mesh}: a batch of 4") == 1
+    for way in ("replicate", "shard"):
+        for mesh in (f"dp=6:{way}", f"dp=3:{way},tp=2"):  # once below the table
+            assert str(found).count(f"\n{mesh}: a batch of 4") == 1
 
 
 @pytest.mark.nightly
 def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("meshes", "tests.test_proposals:made", "--ranks", "2") == 0
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.startswith("mesh  data") and len(rows) == 3
+    assert header.split()[:2] == ["mesh", "time"] and len(rows) == 3
 
 
 def made() -> tuple[nn.Module, tuple[Tensor, ...]]:

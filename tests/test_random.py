@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -157,9 +156,9 @@ def test_dropout_of_channels_last_tensors() -> None:
 def test_a_rule_may_give_up_equality() -> None:
     """With this rule, each rank draws only for its slice, and the check fails."""
     torch.manual_seed(0)
-    plan: dict[str, Any] = {"plan": {"up": "column", "down": "row"}, "world_size": 2}
+    plan = {"up": "column", "down": "row"}
     with changed_rule(torch.ops.aten.dropout.default, lambda call: call.row("... -> ...")):
-        report = ts.check(_Draws(_plain), **plan, example_inputs=(torch.randn(3, 5, 6),))
+        report = ts.check(_Draws(_plain), plan, (torch.randn(3, 5, 6),), mesh=2)
     assert not report.ok
 
 
@@ -190,8 +189,8 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     ts.distributed.init_process_group()
     x, found = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5), {}
     for dim in (0, 1):
-        fixed: dict[str, Any] = {"layouts": {"weight": ts.S(dim)}, "axes": "all", "machine": "cpu-gloo"}
-        plan = capture(_Elementwise(), (x,), dynamic=False).plan({}, world, **fixed).plan
+        call, objective = capture(_Elementwise(), (x,), dynamic=False), {"split": "all", "machine": "cpu-gloo"}
+        plan = call.plan({}, world, objective, layouts={"weight": ts.S(dim)}).plan
         for recomputed in (False, True):
             model, sharded = _Elementwise(), ts.shard(_Elementwise(), plan, example_inputs=(x,))
             torch.manual_seed(5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -163,8 +164,8 @@ def test_globs_name_modules() -> None:
 )
 def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
     model = nn.Sequential(OrderedDict(a=nn.Sequential(OrderedDict(b=nn.Linear(4, 4))), ab=nn.Linear(4, 4)))
-    call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(2, 4),)}
-    assert ts.plan(model, objective={"recompute": list(paths)}, **call).recompute == expected
+    plan = ts.plan(model, "auto", (torch.randn(2, 4),), mesh=2, objective={"recompute": list(paths)})
+    assert plan.recompute == expected
 
 
 # --- memory limits ----------------------------------------------------------------------------------------------------
@@ -188,11 +189,12 @@ SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
 @pytest.mark.parametrize(("batch", "again"), [(512, True), (2, False)])
 def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
     """With many activations, just enough layers are recomputed; with many weights, the weights are split."""
-    call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(batch, 8),), "machine": SLOW_TO_SEND}
-    free = ts.plan(_Layers(), objective={"memory": "1GiB"}, **call)
+    x = torch.randn(batch, 8)
+    slow = ts.Objective(machine=SLOW_TO_SEND)
+    free = ts.plan(_Layers(), "auto", (x,), mesh=2, objective=replace(slow, memory="1GiB"))
     assert not free.recompute
     limit = 0.7 * free.costs.memory["peak"]
-    made = ts.plan(_Layers(), objective={"memory": limit}, **call)
+    made = ts.plan(_Layers(), "auto", (x,), mesh=2, objective=replace(slow, memory=limit))
     assert made.costs.memory["peak"] <= limit and made.costs.seconds > free.costs.seconds
     assert bool(made.recompute) is again
     assert made.costs.gap == pytest.approx(made.costs.seconds - free.costs.seconds)
@@ -201,9 +203,9 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
         modules = f"{len(made.recompute)} module{'s' * (len(made.recompute) > 1)}"
         assert f"computes {modules} again, in place of keeping their values: layers.0" in str(made)
         assert f"layers.0-{len(made.recompute) - 1}" in str(made) or len(made.recompute) == 1
-        fewer = ts.plan(_Layers(), made.with_last(recompute=made.recompute[:-1]), **call)
+        fewer = ts.plan(_Layers(), made.with_last(recompute=made.recompute[:-1]), (x,), mesh=2, objective=slow)
         assert predicted_memory(fewer)["peak"] > limit
-    assert ts.check(_Layers(), made, example_inputs=call["example_inputs"], mesh=2).ok
+    assert ts.check(_Layers(), made, example_inputs=(x,), mesh=2).ok
 
 
 class _KeptWhole(nn.Module):

@@ -45,8 +45,8 @@ def _step(model: Any, x: Tensor, watch: Watch = id) -> Any:
 
 SPLITS: dict[str, tuple[Any, dict[str, Any]]] = {
     "slices": ({"up": "column", "down": "row"}, {}),
-    "the batch": ({}, {"data": "replicate"}),
-    "a whole batch": ({}, {"data": "shard", "inputs": "global"}),
+    "the batch": ({}, {"mesh": "replicate"}),
+    "a whole batch": ({}, {"mesh": "shard", "inputs": "global"}),
 }
 
 

@@ -122,10 +122,9 @@ def test_a_module_without_a_sequence_is_refused() -> None:
 def test_the_planner_splits_the_sequence_to_fit() -> None:
     """The sequence is only split if necessary: a plan that fits without it serves every length."""
     model, x = nn.Sequential(*(Residual(8, 64) for _ in range(2))), torch.randn(8, 64, 64)
-    options: dict[str, Any] = {"world_size": 4, "example_inputs": (x,), "machine": "h100x8"}
-    roomy = ts.plan(model, "auto", objective={"memory": "1GiB"}, **options)
+    roomy = ts.plan(model, "auto", (x,), mesh=4, objective={"machine": "h100x8", "memory": "1GiB"})
     limit = 0.7 * roomy.costs.memory["peak"]
-    tight = ts.plan(model, "auto", objective={"memory": limit}, **options)
+    tight = ts.plan(model, "auto", (x,), mesh=4, objective={"machine": "h100x8", "memory": limit})
     assert tight.splits_dynamic and not roomy.splits_dynamic
     assert tight.costs.memory["peak"] <= limit
 

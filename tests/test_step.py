@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import holding
 from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.captured import captured_case
-from tests.helpers import nightly
+from tests.helpers import holding, nightly
 from tests.models import CASES, GPT
 from torchshard.capture import flatten_call
 from torchshard.checking import lockstep

@@ -116,17 +116,15 @@ def test_what_strides_decide_is_decided_by_the_unsharded_strides() -> None:
         assert len(found) == len(HABITS) and largest(*found.values()) < 1e-10, found
 
 
-@nightly("a weight-{'dp': 2, 'tp': 2}-4")
+@nightly("a weight-{'dp': (2, 'shard'), 'tp': 2}-4")
 @pytest.mark.parametrize(
     ("habit", "mesh", "batch"),
-    [("chunks", {"tp": 3}, 1), ("a weight", {"dp": 2, "tp": 2}, 4), ("transposed", {"dp": 2, "tp": 2}, 4)],
+    [("chunks", {"tp": 3}, 1), *((habit, {"dp": (2, "shard"), "tp": 2}, 4) for habit in ("a weight", "transposed"))],
     ids=str,
 )
-def test_the_check_agrees(habit: str, mesh: dict[str, int], batch: int) -> None:
+def test_the_check_agrees(habit: str, mesh: dict[str, Any], batch: int) -> None:
     model, x = _model(habit)
-    data = {"data": "shard"} if "dp" in mesh else {}
-    call: dict[str, Any] = {"mesh": mesh, "example_inputs": (x.repeat(batch, 1, 1),), **data}
-    ts.check(model, {"q": "column"}, **call).raise_on_error()
+    ts.check(model, {"q": "column"}, (x.repeat(batch, 1, 1),), mesh=mesh).raise_on_error()
 
 
 def test_memory_between_elements_is_refused() -> None:

@@ -23,8 +23,8 @@ QUICK = ["mlp_uneven", "gqa_2_kv_heads", "fused_by_view_5_heads", "conv", "dense
 LLAMA = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-def _mlp(**options: Any) -> ts.Plan:
-    return ts.plan(MLP(), options.pop("plan", "auto"), example_inputs=(torch.randn(4, 6, 12),), **options)
+def _mlp(plan: Any = "auto", mesh: Any = 2, **objective: Any) -> ts.Plan:
+    return ts.plan(MLP(), plan, (torch.randn(4, 6, 12),), mesh=mesh, objective=objective)
 
 
 def _again(plan: ts.Plan) -> ts.Plan:
@@ -56,14 +56,14 @@ def test_the_same_question_has_the_same_answer(name: str, ranks: int) -> None:
     "options",
     [
         {"mesh": {"dp": 2, "tp": 2}},
-        {"mesh": {"dp": 3, "tp": 2}, "data": "shard"},
-        {"world_size": 2, "data": "shard"},
-        {"world_size": 2, "axes": "all"},
-        {"world_size": 2, "memory": "12KiB", "recompute": "up"},
-        {"world_size": 2, "mode": "infer", "machine": "a100x8"},
-        {"world_size": 2, "plan": {"up": "row", "down": "replicate"}},
+        {"mesh": {"dp": (3, "shard"), "tp": 2}},
+        {"mesh": {"dp": (2, "shard")}},
+        {"split": "all"},
+        {"memory": "12KiB", "recompute": "up"},
+        {"mode": "infer", "machine": "a100x8"},
+        {"plan": {"up": "row", "down": "replicate"}},
     ],
-    ids=lambda options: ",".join(options),
+    ids=str,
 )
 def test_so_it_has_with_all_that_a_plan_may_be_asked_for(options: dict[str, Any]) -> None:
     made = _mlp(**options)
@@ -79,10 +79,10 @@ def test_so_it_has_for_a_step_with_a_cache() -> None:
 
 
 def test_pins_a_machine_and_memory_change_the_answer(tmp_path: Path) -> None:
-    made = _mlp(world_size=2, plan={"up": "column"})
+    made = _mlp(plan={"up": "column"})
     made.save(tmp_path / "plan.json")
     other = ts.what_if(tmp_path / "plan.json", {"down": "column"})
-    asked = _mlp(world_size=2, plan={"up": "column", "down": "column"})
+    asked = _mlp(plan={"up": "column", "down": "column"})
     assert other == asked and other != made and "down.weight: " in ts.diff(made, other)
     assert ts.what_if(made, {"up": "replicate", "down": "replicate"}).parameters == dict.fromkeys(made.parameters, ts.I)
     faster = ts.what_if(made, machine="h100x8")
@@ -105,7 +105,7 @@ def test_a_loaded_plan_has_its_graph_again() -> None:
 
 
 def test_what_cant_be_asked_is_told() -> None:
-    made = _mlp(world_size=2)
+    made = _mlp()
     with pytest.raises(ts.PlanError, match="'nope' matches no module"):
         ts.what_if(made, {"nope": "column"})
     with pytest.raises(ts.PlanError, match=r"fits 16 B: an even share"):
@@ -129,7 +129,7 @@ def test_what_cant_be_asked_is_told() -> None:
     ],
 )
 def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:
-    text = _mlp(world_size=2, plan={"up": "column"}).to_json()
+    text = _mlp(plan={"up": "column"}).to_json()
     head, question = text.split('"question"')
     assert old in question
     broken = ts.Plan.from_json(f'{head}"question"{question.replace(old, new)}')
@@ -141,7 +141,7 @@ def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:
 @pytest.mark.parametrize("part", ["graph", "multiples", "facts", "constraints", "inputs", "batches"])
 def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
     """Replaces each value by a third of the wrong ones: either a plan results, or a typed error of four lines."""
-    body = json.loads(_mlp(world_size=2, plan={"up": "column"}).to_json())
+    body = json.loads(_mlp(plan={"up": "column"}).to_json())
     outcomes = []
     for number, path in enumerate(place for place in _places(body["question"]) if place[0] == part):
         for value in WRONG_VALUES[number % 3 :: 3]:
@@ -158,7 +158,7 @@ def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
 
 def test_nothing_in_a_file_is_run() -> None:
     """Names in a file are looked up, not evaluated."""
-    text = _mlp(world_size=2).to_json()
+    text = _mlp().to_json()
     for wrong in ("os.system", "builtins.eval.default", "torch.ops.load_library", "aten.linear", "operator.attrgetter",
                   "operator.call", "operator.methodcaller", "_operator.setitem", "operator.iadd"):  # fmt: skip
         broken = ts.Plan.from_json(text.replace("aten.linear.default", wrong))

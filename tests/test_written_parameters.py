@@ -133,17 +133,17 @@ def _trains(rank: int) -> dict[str, float]:
     warnings.simplefilter("ignore")
     found = {}
     for name, (build, example, plan) in WRITES.items():
-        for data in (None, "shard"):
+        for mesh in (None, "shard"):
             torch.manual_seed(0)
             model = build().double()
-            sharded: Any = ts.shard(copy.deepcopy(model), {} if data else plan, mesh=data)
+            sharded: Any = ts.shard(copy.deepcopy(model), {} if mesh else plan, mesh=mesh)
             for _ in range(3):
                 x = example()
                 _step(model, x)
-                _step(sharded, x.chunk(2)[rank] if data else x)
+                _step(sharded, x.chunk(2)[rank] if mesh else x)
             expected, got = model.state_dict(), sharded.full_state_dict()
             errors = [float((expected[key] - got[key]).abs().max()) for key in expected]
-            found[f"{name}, data={data}"] = max(*errors, gradient_error(sharded, model))
+            found[f"{name}, mesh={mesh}"] = max(*errors, gradient_error(sharded, model))
     return found
 
 

@@ -22,17 +22,17 @@ _OPTIONS = ("batch", "length", "mesh", *_OBJECTIVE)
 """The arguments of the library's functions, and the fields of their objective, that options set."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
 _FIELDS = re.compile(r"\bobjective=\{([^{}]*)\}")
+_FIELD = re.compile(rf"\bthe objective without ({'|'.join(_OBJECTIVE)})\b")
+_STEP = re.compile(r"(\bexample_inputs=)?\bDecodeStep\(\.\.\.\)")
 
 
 def as_options(text: str) -> str:
-    """Rewrites arguments of functions in a text as options.
-
-    'mesh={"dp": (2, "shard")}' becomes '--mesh dp=2:shard', 'mesh=2' becomes '--ranks 2'.
-    """
+    """Rewrites arguments of functions in a text as options: 'mesh={"dp": (2, "shard")}' as '--mesh dp=2:shard'."""
 
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
-        name = "ranks" if name == "mesh" and value.isdigit() else name
+        if name == "mesh" and value.isdigit():
+            name = "ranks"
         axes = re.sub(r"""['"](\w+)['"]: *""", r"\1=", value)
         axes = re.sub(r"""\((\d+), *['"](\w+)['"]\)""", r"\1:\2", axes)
         plain = re.sub(r"""[{}'" ]""", "", axes)
@@ -41,13 +41,16 @@ def as_options(text: str) -> str:
     def fields(found: re.Match[str]) -> str:
         return re.sub(r'"(\w+)": "?([^",]*)"?,?', r"--\1 \2", found[1])
 
+    text = _FIELD.sub(r"without --\1", _STEP.sub("--batch, --length", text))
     return _ARGUMENT.sub(option, _FIELDS.sub(fields, text))
 
 
 def mesh_of(options: argparse.Namespace) -> MeshLike:
     """Returns the requested mesh, or number of ranks; two ranks by default."""
-    given: MeshLike = options.ranks if options.mesh is None else options.mesh
-    return 2 if given is None else given
+    if options.mesh is not None:
+        mesh: MeshLike = options.mesh
+        return mesh
+    return 2 if options.ranks is None else options.ranks
 
 
 def objective_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -52,12 +52,19 @@ def decode_example(
             the plan is for training.
     """
     batch, length = step.batch, step.length
-    if aim.trains or kwargs:
+    if aim.trains:
         raise InputError(
             "a decode step is an example of a call without gradients",
             where="example_inputs=DecodeStep(...)",
-            why="the objective's mode is 'train'" if aim.trains else "there are example keyword arguments as well",
-            attempt='objective={"mode": "infer"}, and no example_kwargs',
+            why="the objective's mode is 'train'",
+            attempt='objective={"mode": "infer"}',
+        )
+    if kwargs:
+        raise InputError(
+            "a decode step takes no other example arguments",
+            where="example_kwargs=",
+            why="all arguments of the step are made from its sizes",
+            attempt="no example_kwargs; or no DecodeStep, and a cache among the keyword arguments",
         )
     for option, size in (("batch", batch), ("length", length)):
         if not is_count(size):

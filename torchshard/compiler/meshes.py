@@ -91,7 +91,8 @@ def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
             _text(axes, by_name | dict.fromkeys(split[:-1], "replicate")),
         )
     if not axes.is_groups and split and list(sizes) != [*by_name, *split]:
-        raise _error("consecutive ranks divide the batch, and ranks far apart the weights", _text(axes, by_name))
+        what = "consecutive ranks divide the batch, and ranks far apart the weights"
+        raise _error(what, _text(axes, axes.holds | by_name))
     if len(sizes) == 1:
         ((name, size),) = sizes.items()
         return Mesh((MeshAxis(size, label=name, holds=by_name.get(name, "weights")),))
@@ -159,33 +160,34 @@ def _of_the_batch(axes: _Axes) -> dict[str, Data]:
     """Returns the axes that split the batch: those that hold data, by default all but the last of several.
 
     Raises:
-        InputError: the last axis would split the weights, and is named like an axis of the batch.
+        InputError: the last axis is named like an axis of the batch, and does not say what it holds.
     """
     names = list(axes.sizes)
-    if axes.holds:
-        found = dict[str, Data]()
-        for name in names:
-            held = axes.holds.get(name, "weights")
-            if held != "weights":
-                found[name] = held
-        return found
-    if _BATCH_AXIS.match(names[-1]):
-        by_batch: dict[str, Data] = {name: "replicate" for name in names if _BATCH_AXIS.match(name)}
+    if names[-1] not in axes.holds and _BATCH_AXIS.match(names[-1]):
+        holds: dict[str, Holds] = {name: "replicate" for name in names if _BATCH_AXIS.match(name)}
+        holds |= axes.holds
         raise InputError(
             f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
             where="mesh=",
             why="of several axes all but the last divide the batch, and one axis alone divides the weights",
-            attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, by_batch)}",
+            attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, holds)}",
         )
-    return dict.fromkeys(names[:-1], "replicate")
+    if not axes.holds:
+        return dict.fromkeys(names[:-1], "replicate")
+    found = dict[str, Data]()
+    for name in names:
+        held = axes.holds.get(name, "weights")
+        if held != "weights":
+            found[name] = held
+    return found
 
 
-def _text(axes: _Axes, data: Mapping[str, Data]) -> str:
-    """Returns the argument for these axes if those in `data` split the batch, which has them first."""
+def _text(axes: _Axes, holds: Mapping[str, Holds]) -> str:
+    """Returns the argument with these words, the axes of the batch first."""
     if axes.is_groups:
-        return f"mesh=(device_mesh, {dict(data)})"
-    names = [*(name for name in axes.sizes if name in data), *(name for name in axes.sizes if name not in data)]
-    return f"mesh={ {name: (axes.sizes[name], data[name]) if name in data else axes.sizes[name] for name in names} }"
+        return f"mesh=(mesh, {dict(holds)})"
+    order = sorted(axes.sizes, key=lambda name: holds.get(name, "weights") == "weights")
+    return f"mesh={ {name: (axes.sizes[name], holds[name]) if name in holds else axes.sizes[name] for name in order} }"
 
 
 def _error(what: str, attempt: str) -> InputError:
