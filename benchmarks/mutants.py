@@ -562,7 +562,7 @@ FAULTS = (
     ),
     Fault(
         "what rounding may do is excused where wider dtypes differ too",
-        "checking/check.py",
+        "checking/report.py",
         "return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)",
         "return all(c.error <= self.tolerance for c in self.comparisons)",
         "tests/test_rounding.py -k flip",

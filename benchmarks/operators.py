@@ -42,8 +42,9 @@ from torch.utils import _pytree as pytree
 
 import torchshard as ts
 from torchshard.capture import Captured, check_weights, flatten_call
-from torchshard.checking.check import Report, check_program
+from torchshard.checking.check import check_program
 from torchshard.checking.processes import pieces, report_of
+from torchshard.checking.report import Report
 from torchshard.checking.steps import backward, unsharded
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.prepare import prepared

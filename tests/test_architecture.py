@@ -94,14 +94,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 """In lines. Functions are counted without their docstrings; `ruff` limits their branches (pyproject.toml)."""
 LONG_FILES = {
-    "capture.signature": 409, "checking.check": 421, "cli.sources": 422, "core.notation": 437,
-    "distributed.consistency": 410, "distributed.kernels": 434,
-    "distributed.process_groups": 511, "ir.graph": 631, "passes.normalize": 439, "passes.record": 404,
-    "plans.data": 407, "runtime.module": 801, "runtime.optimizers": 401, "runtime.state": 680,
-    "runtime.step": 429, "runtime.submodule": 471, "weights.following": 595, "weights.slice_values": 443,
+    "capture.signature": 409, "cli.sources": 402, "core.notation": 437, "distributed.consistency": 410,
+    "distributed.kernels": 434, "distributed.process_groups": 511, "ir.graph": 631, "passes.normalize": 439,
+    "passes.record": 404, "weights.following": 595,
 }  # fmt: skip
 """Module -> lines. The numbers may only become smaller: a file that grows wants a split by subject."""
-LONG_FUNCTIONS = {"cli.main._parser": 47, "runtime.module.__init__": 54, "runtime.module._call": 51}
+LONG_FUNCTIONS: dict[str, int] = {}
 """As `LONG_FILES`."""
 
 

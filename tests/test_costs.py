@@ -38,7 +38,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import hint, is_tensor_op, nbytes, placeholders, results_of, whole_choice
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
 from torchshard.planner.timeline import Messages, Work, course
-from torchshard.plans.data import Collective, Sent
+from torchshard.plans.costs import Collective, Sent
 from torchshard.plans.machine import MACHINES
 from torchshard.plans.proposals import meshes
 from torchshard.runtime.step import steps_of

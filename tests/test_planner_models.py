@@ -27,7 +27,7 @@ from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.solver import Solver
 from torchshard.planner.states import GraphConstraints
-from torchshard.plans.data import Collective
+from torchshard.plans.costs import Collective
 from torchshard.plans.machine import Machine
 
 scipy_optimize = pytest.importorskip("scipy.optimize", reason="the integer program is solved by HiGHS, in scipy")

@@ -310,6 +310,36 @@ def meshes(
     Raises:
         CaptureError, InputError: as `plan`; or `plan` is a finished one. Meshes without a plan say why in the table.
     """
+    aim = _aim_of_meshes(model, plan, mesh, objective)
+    check_examples(example_inputs, example_kwargs)
+    check_weights(model)
+    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
+    found, of_weights = list[Proposal](), dict[int, Plan]()
+    for axes in proposed_meshes(read_mesh(mesh).size, aim.machine.domain):
+        ranks, made, why = read_mesh(axes), None, ""
+        for wanted in aims:
+            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
+            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
+            try:
+                call = (example_inputs or (), example_kwargs)
+                made = _planned(model, given, ranks, wanted, *call, "global", with_memory=True)
+            except (InputError, PlanError) as error:
+                why = f"{error.what}; try: {error.attempt}"
+                continue
+            if shares_plan:
+                of_weights[ranks.last.size] = made
+            if Proposal(axes, made, aim.memory).fits:
+                break
+        found.append(Proposal(axes, made, aim.memory, why))
+    return Proposals(found)
+
+
+def _aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:
+    """Returns the aim by which `meshes` compares.
+
+    Raises:
+        InputError: the plan is for one mesh, calls without gradients were requested, or `mesh` names axes.
+    """
     if isinstance(read_plan(plan), Plan):
         raise InputError(
             "a finished plan is for one mesh",
@@ -332,24 +362,4 @@ def meshes(
             why="meshes finds the axes itself",
             attempt="mesh=64",
         )
-    check_examples(example_inputs, example_kwargs)
-    check_weights(model)
-    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
-    found, of_weights = list[Proposal](), dict[int, Plan]()
-    for axes in proposed_meshes(read_mesh(mesh).size, aim.machine.domain):
-        ranks, made, why = read_mesh(axes), None, ""
-        for wanted in aims:
-            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
-            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
-            try:
-                call = (example_inputs or (), example_kwargs)
-                made = _planned(model, given, ranks, wanted, *call, "global", with_memory=True)
-            except (InputError, PlanError) as error:
-                why = f"{error.what}; try: {error.attempt}"
-                continue
-            if shares_plan:
-                of_weights[ranks.last.size] = made
-            if Proposal(axes, made, aim.memory).fits:
-                break
-        found.append(Proposal(axes, made, aim.memory, why))
-    return Proposals(found)
+    return aim

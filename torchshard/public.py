@@ -2,7 +2,8 @@
 
 from torchshard import distributed, nn
 from torchshard.api import from_pretrained, meshes, plan, shard
-from torchshard.checking.check import Report, check
+from torchshard.checking.check import check
+from torchshard.checking.report import Report
 from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
 from torchshard.checkpoints.saving import Saving, save

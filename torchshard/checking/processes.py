@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten, flatten_call
-from torchshard.checking.check import Report, in_dtype, tolerance_of
+from torchshard.checking.check import in_dtype, tolerance_of
 from torchshard.checking.compare import Results, UnshardedStep, compare
+from torchshard.checking.report import Report
 from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.prepare import prepared

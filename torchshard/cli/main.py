@@ -99,42 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("torchshard", description="Tensor parallelism for an ordinary PyTorch model.")
     parser.set_defaults(debug=False, verbose=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    shown = (arguments.model, arguments.planning, arguments.aim, arguments.mode)
-    for name, text, run, parts in (
-        ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, arguments.plan_files)),
-        (
-            "show",
-            "print a plan, or a model's plan, with the reason for each collective",
-            _show,
-            (*shown, arguments.level),
-        ),
-        ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, arguments.picture)),
-        (
-            "whatif",
-            "plan again from a plan's file, without the model: other pins, machine or memory; print what changes",
-            _what_if,
-            (arguments.plan_file, arguments.pins, arguments.where, arguments.plan_files),
-        ),
-        (
-            "check",
-            "compare the sharded model with the unsharded one, all gradients",
-            _check,
-            (arguments.model, arguments.planning, arguments.aim, arguments.processes),
-        ),
-        (
-            "meshes",
-            "compare the meshes of a number of ranks by what a step takes; --batch is that of all ranks",
-            _meshes,
-            (arguments.model, arguments.world, arguments.aim),
-        ),
-        (
-            "measure",
-            "measure this machine, under torchrun with as many ranks as plans are for",
-            _measure,
-            (arguments.output,),
-        ),
-        ("env", "print versions, backends and devices", _env, ()),
-    ):
+    for name, text, run, parts in _COMMANDS:
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
         for add in parts:
@@ -345,3 +310,43 @@ def _env(options: argparse.Namespace) -> int:
 
     print(environment())
     return 0
+
+
+_PLANNED = (arguments.model, arguments.planning, arguments.aim, arguments.mode)
+"""The options of a command that plans a model."""
+_COMMANDS = (
+    ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*_PLANNED, arguments.plan_files)),
+    (
+        "show",
+        "print a plan, or a model's plan, with the reason for each collective",
+        _show,
+        (*_PLANNED, arguments.level),
+    ),
+    ("draw", "write a picture of a model's graph with its collectives", _draw, (*_PLANNED, arguments.picture)),
+    (
+        "whatif",
+        "plan again from a plan's file, without the model: other pins, machine or memory; print what changes",
+        _what_if,
+        (arguments.plan_file, arguments.pins, arguments.where, arguments.plan_files),
+    ),
+    (
+        "check",
+        "compare the sharded model with the unsharded one, all gradients",
+        _check,
+        (arguments.model, arguments.planning, arguments.aim, arguments.processes),
+    ),
+    (
+        "meshes",
+        "compare the meshes of a number of ranks by what a step takes; --batch is that of all ranks",
+        _meshes,
+        (arguments.model, arguments.world, arguments.aim),
+    ),
+    (
+        "measure",
+        "measure this machine, under torchrun with as many ranks as plans are for",
+        _measure,
+        (arguments.output,),
+    ),
+    ("env", "print versions, backends and devices", _env, ()),
+)
+"""For each command: its name, its help, the function that runs it, and the functions that add its options."""

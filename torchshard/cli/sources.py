@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture.signature import bound_call
-from torchshard.checking.check import Report, check
+from torchshard.checking.check import check
 from torchshard.checking.processes import check_processes
+from torchshard.checking.report import Report
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import MeshLike, read_mesh

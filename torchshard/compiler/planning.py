@@ -29,7 +29,8 @@ from torchshard.planner.states import GraphConstraints
 from torchshard.planner.styles import parameter_layouts, pins_of
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import unsplit
-from torchshard.plans.data import AxisPlan, Costs
+from torchshard.plans.costs import Costs
+from torchshard.plans.data import AxisPlan
 
 
 def plan_graph(

@@ -22,7 +22,7 @@ from torchshard.ops import is_collective
 from torchshard.planner.costs import Value
 from torchshard.planner.predict import in_messages, segment_numbers
 from torchshard.planner.problem import PlannedAxis
-from torchshard.plans.data import Collective
+from torchshard.plans.costs import Collective
 
 Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
 """(name of a value, conversion over an earlier axis) -> the cut of the result over a later axis."""

@@ -25,7 +25,7 @@ from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
 from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
 from torchshard.planner.constants import BUCKETED, FUSED
 from torchshard.planner.inside import calls_inside
-from torchshard.plans.data import Sent
+from torchshard.plans.costs import Sent
 from torchshard.plans.machine import Machine
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.linear_algebra import GROUPED

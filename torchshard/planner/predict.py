@@ -17,7 +17,7 @@ from torchshard.ir.segments import parts_between
 from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel, Op, Value
-from torchshard.plans.data import Collective, Sent
+from torchshard.plans.costs import Collective, Sent
 
 
 def predict(

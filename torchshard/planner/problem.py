@@ -20,7 +20,8 @@ from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
 from torchshard.planner.states import GraphConstraints
-from torchshard.plans.data import AxisPlan, Costs
+from torchshard.plans.costs import Costs
+from torchshard.plans.data import AxisPlan
 
 
 @dataclass(frozen=True)

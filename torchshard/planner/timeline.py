@@ -16,7 +16,7 @@ from torch import fx
 from torchshard.ir.graph import before_casts, is_weight
 from torchshard.ops import is_collective
 from torchshard.planner.problem import PlannedAxis
-from torchshard.plans.data import Collective, Sent
+from torchshard.plans.costs import Collective, Sent
 
 Sends = list[tuple[Collective, Sent]]
 Messages = dict[int, Sends]

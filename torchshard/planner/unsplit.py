@@ -21,7 +21,7 @@ from torchshard.custom_ops.whole import HookCall, op_of
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK
 from torchshard.planner.costs import CostModel, Op
-from torchshard.plans.data import Collective, Costs, GatheredOps
+from torchshard.plans.costs import Collective, Costs, GatheredOps
 from torchshard.rules import has_rule
 
 OWN_CHOICE = "to split it, or what is around it, is not legal or costs more than it saves"

@@ -14,7 +14,8 @@ from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.mesh import Holds, MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.core.types import is_of, texts
-from torchshard.plans.data import AxisPlan, Collective, Costs, GatheredOps, PlanData, Sent, Stored, Written
+from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
+from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
 from torchshard.plans.machine import Machine
 
 VERSION = 6

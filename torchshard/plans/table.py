@@ -19,7 +19,8 @@ from torchshard.core.layouts import I
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import number_ranges, star_differences, star_numbers
 from torchshard.core.units import size_text, time_text
-from torchshard.plans.data import AxisPlan, Collective, Costs, PlanData
+from torchshard.plans.costs import Collective, Costs
+from torchshard.plans.data import AxisPlan, PlanData
 
 ABSENT = "–"
 """Shown for a parameter that a model does not have."""

@@ -16,7 +16,7 @@ from torchshard.core.paths import is_part, layer_of, star_numbers
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.planner.timeline import Message, Work, course, work_of_step
-from torchshard.plans.data import Collective, Sent
+from torchshard.plans.costs import Collective, Sent
 from torchshard.plans.plan import Plan
 
 MODEL_ITSELF = "the model"

@@ -18,7 +18,8 @@ from torchshard.core.paths import star_differences, star_node, star_numbers
 from torchshard.core.units import size_text, time_text
 from torchshard.ir.graph import op_name, whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
-from torchshard.plans.data import AxisPlan, Collective
+from torchshard.plans.costs import Collective
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import held_otherwise
 

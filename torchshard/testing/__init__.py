@@ -16,7 +16,7 @@ gradients  the gradients of a sharded model, compared with the unsharded model's
         ...
 """
 
-from torchshard.checking.check import CheckError, Report
+from torchshard.checking.report import CheckError, Report
 from torchshard.core.layouts import Layout, Shard, join, split
 from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import nbytes

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torchshard.capture import Captured, copy_model, flatten_call
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
-from torchshard.checking.check import Report, check_program, in_dtype
+from torchshard.checking.check import check_program, in_dtype
+from torchshard.checking.report import Report
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
 from torchshard.compiler.meshes import MeshLike, read_mesh

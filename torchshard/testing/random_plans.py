@@ -18,7 +18,8 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.search import search
 from torchshard.planner.states import GraphConstraints
-from torchshard.plans.data import AxisPlan, Sent
+from torchshard.plans.costs import Sent
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.machine import MACHINES, Machine
 from torchshard.plans.plan import Plan
 

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Captured, flatten_call
 from torchshard.capture.carried import Changes
 from torchshard.capture.signature import flatten
-from torchshard.checking.check import Report, check_program
+from torchshard.checking.check import check_program
+from torchshard.checking.report import Report
 from torchshard.compiler.program import Program
 from torchshard.core.choices import Hint, choices
 from torchshard.core.errors import RuleError, ShardError, in_short

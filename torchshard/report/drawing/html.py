@@ -19,7 +19,7 @@ from torch import fx
 from torchshard.core.paths import star_differences
 from torchshard.core.units import size_text, time_text
 from torchshard.ir.axes import is_local
-from torchshard.plans.data import Collective
+from torchshard.plans.costs import Collective
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import ABSENT, held_otherwise, mesh_text
 from torchshard.report.drawing.charts import Charts, Scales, bounds_table, course, memory_chart, time_chart

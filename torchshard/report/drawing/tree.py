@@ -19,7 +19,7 @@ from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import is_view, op_name
 from torchshard.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.planner.styles import style_of
-from torchshard.plans.data import Collective
+from torchshard.plans.costs import Collective
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.outline import Box, Frame, Row, begun_bytes, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
