@@ -168,6 +168,32 @@ def test_containers_can_be_looked_through() -> None:
     ts.distributed.destroy_process_group()
 
 
+class _Keys(nn.Module):
+    """Has layers, a parameter and a method with the names of a dict's methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.pop = nn.Parameter(torch.ones(6))
+
+    def items(self) -> list[str]:
+        return [name for name, _ in self.named_children()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.keys(x) * self.values(x) * self.pop
+
+
+def test_layers_may_have_the_names_of_a_dicts_methods() -> None:
+    model = nn.Sequential(_Keys())
+    sharded = ts.shard(model, {"0.keys": "column", "0.values": "column"}, (X,))
+    part = sharded[0]
+    assert torch.equal(sharded(X), model(X)) and part.values.weight.shape == part.keys.weight.shape == (6, 6)
+    assert part.items() == ["keys", "values"] and part.pop.shape == (6,) and bool(part) and len(sharded) == 1
+    with pytest.raises(TypeError, match="no len"):
+        len(part)
+    ts.distributed.destroy_process_group()
+
+
 class _Unknown(dict[str, Tensor]):
     """A dict unknown to pytree."""
 

@@ -185,6 +185,40 @@ def test_an_iterator_whose_values_are_equal_may_be_read(own_process_group: None)
     assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model(X))
 
 
+class _Caches(nn.Module):
+    """Makes a tensor at its first call, and reads it at the later ones."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.up, self.make, self.cached = nn.Linear(6, 6), make, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.cached is None:
+            self.cached = self.make() * 2
+        return self.up(x) + self.cached
+
+
+DRAWS = {
+    "randn": lambda: torch.randn(6),
+    "in place": lambda: torch.empty(6).normal_(),
+    "dropout": lambda: nn.functional.dropout(torch.ones(6), 0.5),
+    "numbers": lambda: torch.randperm(6).to(torch.float32),
+}
+
+
+@pytest.mark.parametrize("make", DRAWS.values(), ids=DRAWS)
+def test_a_draw_that_later_calls_read_is_state(make: Callable[[], Tensor], own_process_group: None) -> None:
+    """A graph would draw anew at each call."""
+    with pytest.raises(ts.CaptureError, match=r"(?s)keeps state.*where: cached"):
+        ts.shard(_Caches(make), {}, (X,))
+
+
+def test_a_constant_that_later_calls_read_is_none(own_process_group: None) -> None:
+    model = _Caches(lambda: torch.arange(6.0))
+    sharded = ts.shard(model, {"up": "column"}, (X,))
+    assert torch.equal(sharded(X), model(X)) and torch.equal(sharded(X), model(X))
+
+
 def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
     model, sharded = pair
     model.config.scale = 3.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard.capture.attributes import Snapshot, Unknown, attributes, changed, describe
 from torchshard.capture.conditions import Number
@@ -42,6 +44,7 @@ from torchshard.capture.tools import without_tools
 from torchshard.core.errors import CaptureError
 from torchshard.core.fakes import new_fake_mode
 from torchshard.core.modules import storage_id
+from torchshard.rules import is_random
 
 
 @dataclass(frozen=True)
@@ -177,8 +180,24 @@ def _make_attributes_fake(model: nn.Module, mode: FakeTensorMode) -> None:
         module.__dict__.update({name: mode.from_tensor(tensor) for name, tensor in plain.items()})
 
 
+class _Draws(TorchDispatchMode):
+    """Adds the tensors that are drawn at random, and what ops compute from them, to those that derive from sources."""
+
+    def __init__(self, derived: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._derived = derived
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op."""
+        result = func(*args, **(kwargs or {}))
+        operands = (t for t in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(t, Tensor))
+        if is_random(func) or any(storage_id(t) in self._derived for t in operands):
+            self._derived.update((storage_id(t), t) for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
 class _Trace(TorchFunctionMode):
-    """Records the ops on tensors derived from some sources, and reads of watched tensors.
+    """Records the ops on tensors derived from some sources or drawn at random, and reads of watched tensors.
 
     Tensors are identified by their storage, so a view counts as its base.
     """
@@ -186,10 +205,22 @@ class _Trace(TorchFunctionMode):
     def __init__(self, sources: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> None:
         # These tensors stay referenced, so that no other storage can get the address of theirs.
         self.derived = {storage_id(t): t for t in sources}
+        self._draws = _Draws(self.derived)
         self._watched = {storage_id(t) for t in watched}
         self.reads_watched = False
         self.ops: list[tuple[str, str]] = []
         """(name, the arguments other than tensors) of each op."""
+
+    def __enter__(self) -> Self:
+        """Begins to record."""
+        self._draws.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Ends it."""
+        super().__exit__(*raised)
+        self._draws.__exit__(*raised)
 
     def __torch_function__(
         self,
@@ -207,7 +238,7 @@ class _Trace(TorchFunctionMode):
         if results and any(storage_id(t) in self.derived for t in operands):
             self.reads_watched = self.reads_watched or any(storage_id(t) in self._watched for t in operands)
             self.ops.append((name, repr([x for x in leaves if not isinstance(x, Tensor)])))
-            self.derived |= {storage_id(t): t for t in results}
+            self.derived.update((storage_id(t), t) for t in results)
         return result
 
 
@@ -228,7 +259,7 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
     with _Trace(sources) as first_trace:
         first.run()
     between = attributes(model)
-    # A tensor that derives from no input or parameter is equal in each call: it may be read.
+    # A tensor that derives from no input, parameter or draw is equal in each call: it may be read.
     of_call = {
         place: value
         for place in changed(before, between)

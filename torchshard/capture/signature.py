@@ -399,11 +399,11 @@ def varying(call: Leaves) -> tuple[bool, ...]:
 
 def argument_name(path: str, positional: Sequence[str]) -> str:
     """Names a path in (args, kwargs): '[0][2]' by the third parameter, "[1]['mask']" by 'mask'."""
-    index_in_pair, rest = path[:3], path[3:]
-    if not rest:
-        return f"tensor {path[1:-1]} of the arguments"
+    first, _, rest = path[1:].partition("]")
+    if not rest:  # pytree knows no names
+        return f"tensor {first} of the arguments"
     head, _, tail = rest[1:].partition("]")
-    if index_in_pair == "[1]":
+    if first == "1":
         return head.strip("'\"") + tail
     index = int(head)
     return (positional[index] if index < len(positional) else f"args[{index - len(positional)}]") + tail

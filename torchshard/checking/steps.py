@@ -48,11 +48,12 @@ NOISE_TRIALS = 4
 def cotangent(output: Tensor, index: int) -> Tensor:
     """A fixed random gradient of an output.
 
-    Its seed is one that users would not choose for inputs: a gradient equal to the input hides
-    errors, because the derivative of a norm along its own input is zero.
+    Its seed is unlikely to be the user's: with a gradient equal to the input, a normalization layer
+    returns zero and hides errors.
     """
+    dtype = torch.complex128 if output.is_complex() else torch.float64
     generator = torch.Generator().manual_seed(COTANGENT_SEED + index)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
+    return torch.randn(output.shape, generator=generator, dtype=dtype, device="cpu").to(output)
 
 
 def leaf(value: T) -> T:

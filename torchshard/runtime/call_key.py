@@ -37,7 +37,7 @@ class CallKey(NamedTuple):
     training: tuple[bool, ...]
     """Whether each module is in training mode."""
     autocast: Autocast
-    process_wide: tuple[bool, bool, torch.dtype, torch.device, tuple[Hashable, ...]]
+    process_wide: tuple[bool, bool, torch.dtype, str, tuple[Hashable, ...]]
     """Grad mode, inference mode, default dtype, default device, hooks on all modules."""
     state_needs_grad: tuple[bool, ...]
     """Whether each parameter and buffer needs a gradient."""
@@ -108,6 +108,6 @@ def call_key(
         tuple(m.training for m in modules),
         current_autocast(),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-         torch.get_default_device(), global_hooks()),
+         torch.get_default_device().type, global_hooks()),
         tuple(t.requires_grad for t in state),
     )  # fmt: skip

@@ -45,6 +45,7 @@ class Compiler:
         self._options = {key: value for key, value in options.items() if key != "fullgraph"}
         try:
             torch.compile(_nothing, **self._options)
+            config = torch._inductor.list_mode_options(self._options.get("mode") or "default")
         except Exception as error:
             # torch.compile raises errors of any class
             raise InputError(
@@ -53,7 +54,6 @@ class Compiler:
                 why=textwrap.shorten(f"{type(error).__name__}: {error}", 200),
                 attempt='True, or keyword arguments of torch.compile: {"backend": "inductor", "dynamic": True}',
             ) from error
-        config = torch._inductor.list_mode_options(self._options.get("mode") or "default")
         config |= getattr(self._options.get("backend"), "config", {}) | dict(self._options.get("options") or {})
         self._records_cuda_graphs, self._where = bool(config.get("triton.cudagraphs")), where
 

@@ -1,4 +1,7 @@
-"""The containers of `torch.nn` in a sharded model: access to their items, as in the unsharded ones."""
+"""The methods of PyTorch's containers for their sharded counterparts, which only these classes have.
+
+A method such as `values` on every submodule would hide a layer of that name: `self.values = nn.Linear(...)`.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,63 @@ from typing import Any
 
 from torch import nn
 
-
-class Container(nn.Module):
-    """The items of a Sequential, ModuleList, ModuleDict, ParameterList or ParameterDict."""
-
-    @property
-    def source(self) -> nn.Module:
-        """The unsharded module."""
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        return len(_entries(self))
-
-    def __bool__(self) -> bool:
-        return True  # because of `__len__`, modules without items would be false
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(_entries(self) if _is_dict(self) else _entries(self).values())
-
-    def __contains__(self, item: object) -> bool:
-        if _is_dict(self):
-            return item in _entries(self)
-        return any(item is entry for entry in _entries(self).values())  # `in` would compare tensors' elements
-
-    def __getitem__(self, index: int | str | slice) -> Any:
-        if isinstance(index, str):
-            return _entries(self)[index]
-        return list(_entries(self).values())[index]
-
-    def keys(self) -> KeysView[str]:
-        """Returns the names of a dict's items."""
-        return _entries(self).keys()
-
-    def values(self) -> ValuesView[Any]:
-        """Returns a dict's items."""
-        return _entries(self).values()
-
-    def items(self) -> ItemsView[str, Any]:
-        """Returns (name, item) pairs of a dict."""
-        return _entries(self).items()
+_DICTS = (nn.ModuleDict, nn.ParameterDict)
+_LISTS = (nn.Sequential, nn.ModuleList, nn.ParameterList)
 
 
-def _entries(module: Container) -> Mapping[str, Any]:
+def container_methods(source: type) -> dict[str, Any]:
+    """Returns the methods for the sharded counterparts of a container's class; none for other classes."""
+    if issubclass(source, _DICTS):
+        return _OF_DICTS
+    return _OF_LISTS if issubclass(source, _LISTS) else {}
+
+
+def _entries(module: nn.Module) -> Mapping[str, Any]:
     return module._modules or module._parameters
 
 
-def _is_dict(module: Container) -> bool:
-    return isinstance(module.source, (nn.ModuleDict, nn.ParameterDict))
+def _length(module: nn.Module) -> int:
+    return len(_entries(module))
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    return iter(_entries(module))
+
+
+def _items(module: nn.Module) -> Iterator[Any]:
+    return iter(_entries(module).values())
+
+
+def _has_name(module: nn.Module, name: object) -> bool:
+    return name in _entries(module)
+
+
+def _has_item(module: nn.Module, item: object) -> bool:
+    return any(item is entry for entry in _entries(module).values())  # `in` would compare tensors' elements
+
+
+def _item(module: nn.Module, index: int | str | slice) -> Any:
+    entries = _entries(module)
+    return entries[index] if isinstance(index, str) else list(entries.values())[index]
+
+
+def keys(self: nn.Module) -> KeysView[str]:
+    """Returns the names of a dict's items."""
+    return _entries(self).keys()
+
+
+def values(self: nn.Module) -> ValuesView[Any]:
+    """Returns a dict's items."""
+    return _entries(self).values()
+
+
+def items(self: nn.Module) -> ItemsView[str, Any]:
+    """Returns (name, item) pairs of a dict."""
+    return _entries(self).items()
+
+
+_OF_LISTS = {"__len__": _length, "__iter__": _items, "__contains__": _has_item, "__getitem__": _item}
+_OF_DICTS = {
+    "__len__": _length, "__iter__": _names, "__contains__": _has_name, "__getitem__": _item,
+    "keys": keys, "values": values, "items": items,
+}  # fmt: skip

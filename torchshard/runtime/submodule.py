@@ -27,7 +27,7 @@ from torchshard.capture import transform_error
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
-from torchshard.runtime.containers import Container
+from torchshard.runtime.containers import container_methods
 from torchshard.runtime.fixed_names import FixedNames
 from torchshard.runtime.generation import with_self
 from torchshard.runtime.refusals import no_method, not_changeable, refuse_class
@@ -67,7 +67,7 @@ class Unsharded:
     """The attributes in which forward leaves tensors: graphs don't store them there, so reading one raises."""
 
 
-class ShardedSubmodule(Container, metaclass=_EqualToItsSource):
+class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     """The sharded counterpart of one module of the unsharded model."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
@@ -290,7 +290,7 @@ def _class_of_model(base: type[ShardedSubmodule], model: nn.Module) -> type[Shar
     forward = FunctionType(function.__code__, function.__globals__)
     with contextlib.suppress(AttributeError, ValueError):  # `check_weights` refuses these
         forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
-    namespace = {"forward": forward, "made_for": base, "__module__": base.__module__}
+    namespace = {"forward": forward, "made_for": base, "__module__": base.__module__, **container_methods(type(model))}
     return cast(type[ShardedSubmodule], cast(type, type(base))(type(model).__name__, (base,), namespace))
 
 
@@ -306,6 +306,7 @@ def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
         if type(source) is not type:  # a metaclass must be a subclass of the metaclasses of all bases
             metaclass = cast(type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {}))
         namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
+        namespace |= container_methods(source)
         created = metaclass(source.__name__, (ShardedSubmodule, source), namespace)
         sharded = _CLASSES[source] = cast(type[ShardedSubmodule], created)
     return sharded
@@ -369,7 +370,7 @@ def _refuse_called(module: object, name: str, why: str, attempt: str, *args: obj
     raise no_method(name, why, attempt)
 
 
-_OF_SUBMODULES = frozenset([*vars(ShardedSubmodule), *vars(Container)])
+_OF_SUBMODULES = frozenset(vars(ShardedSubmodule))
 """The attributes of the class of submodules, which an attribute of the unsharded module's class must not hide."""
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """The attributes of every module, such as its hooks; they may be changed."""
