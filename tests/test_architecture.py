@@ -96,7 +96,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 LONG_FILES = {
     "capture.signature": 409, "cli.sources": 402, "core.notation": 437, "distributed.consistency": 410,
     "distributed.kernels": 434, "distributed.process_groups": 511, "ir.graph": 631, "passes.normalize": 439,
-    "passes.record": 404, "weights.following": 595,
+    "weights.following": 595,
 }  # fmt: skip
 """Module -> lines. The numbers may only become smaller: a file that grows wants a split by subject."""
 LONG_FUNCTIONS: dict[str, int] = {}
