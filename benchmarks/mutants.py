@@ -584,7 +584,7 @@ FAULTS = (
     # what ranks have done, and slices in the hands of users
     Fault(
         "gradients of the results are not compared",
-        "distributed/consistency.py",
+        "distributed/facts.py",
         "close = spread <= TOLERANCE * largest",
         "close = True",
         "tests/test_habits.py tests/test_habits_told.py",

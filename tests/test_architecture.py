@@ -94,9 +94,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 """In lines. Functions are counted without their docstrings; `ruff` limits their branches (pyproject.toml)."""
 LONG_FILES = {
-    "capture.signature": 409, "cli.sources": 402, "core.notation": 437, "distributed.consistency": 410,
+    "cli.sources": 402, "core.notation": 437, 
     "distributed.kernels": 434, "distributed.process_groups": 511, "ir.graph": 631, "passes.normalize": 439,
-    "passes.record": 404, "weights.following": 595,
+    "weights.following": 595,
 }  # fmt: skip
 """Module -> lines. The numbers may only become smaller: a file that grows wants a split by subject."""
 LONG_FUNCTIONS: dict[str, int] = {}

@@ -14,9 +14,9 @@ import torchshard as ts
 from tests.helpers import nightly
 from tests.layers import DIFFERENT, EQUAL, Layer, Stack
 from torchshard.capture import flat
+from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.repeated import DifferentLayers
-from torchshard.capture.signature import flatten_call
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes import normalize

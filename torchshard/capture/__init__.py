@@ -21,6 +21,7 @@ facts                                    the facts about a model that planning n
 """
 
 from torchshard.capture.attributes import describe
+from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
@@ -40,7 +41,7 @@ from torchshard.capture.models import (
     without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
-from torchshard.capture.signature import Leaves, flatten, flatten_call, look_key, memory_order
+from torchshard.capture.signature import Leaves, flatten, look_key, memory_order
 from torchshard.capture.tools import without_tools
 from torchshard.capture.watch import Watch, global_hooks
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.call_arguments import argument_name
 from torchshard.capture.namespaces import kind_of, version_of
-from torchshard.capture.signature import Leaves, ReferenceTo, argument_name, children, flatten
+from torchshard.capture.signature import Leaves, ReferenceTo, children, flatten
 
 Keys = tuple[Any, ...]
 """The names and indices that lead from (args, kwargs) to a value."""

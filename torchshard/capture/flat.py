@@ -36,6 +36,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
+from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.copied_layers import repeat
@@ -45,7 +46,7 @@ from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
 from torchshard.capture.shared_memory import refuse_shared_constants
-from torchshard.capture.signature import Leaves, flatten_call
+from torchshard.capture.signature import Leaves
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError

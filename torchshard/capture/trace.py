@@ -21,6 +21,7 @@ from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
+from torchshard.capture.call_arguments import is_unchanged
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.entry_points import as_plain_module, replace_forward
@@ -38,7 +39,7 @@ from torchshard.capture.recording import Recording, current_recording, use_recor
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.replacements import replaced_functions
-from torchshard.capture.signature import Leaves, check_results, is_unchanged
+from torchshard.capture.signature import Leaves, check_results
 from torchshard.capture.state_before import StateBefore, without_exports_own
 from torchshard.capture.tools import without_tools
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS

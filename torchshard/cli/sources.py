@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture.signature import bound_call
+from torchshard.capture.call_arguments import bound_call
 from torchshard.checking.check import check
 from torchshard.checking.processes import check_processes
 from torchshard.checking.report import Report

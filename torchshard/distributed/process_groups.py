@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError, first_line
 from torchshard.core.mesh import DATA, MODEL, data_names
-from torchshard.distributed.consistency import run_on_all_ranks, verify_call, verify_following_call
+from torchshard.distributed.consistency import verify_call, verify_following_call
+from torchshard.distributed.facts import run_on_all_ranks
 from torchshard.distributed.group import (
     ALONE,
     CheckLevel,

@@ -26,7 +26,7 @@ from torchshard.core.conversions import source_and_target
 from torchshard.ir.graph import fake_mode, faking, name_after, placeholders, results_of
 from torchshard.ops import OPS, Begin, communicates, is_collective, kernels
 from torchshard.passes.nodes import node_arg, replace_node
-from torchshard.passes.record import value_type
+from torchshard.passes.segment_keys import value_type
 
 # `_c10d_functional`: compilers know these operators, which have no public namespace (PyTorch 2.13.0).
 WAIT = torch.ops._c10d_functional.wait_tensor.default

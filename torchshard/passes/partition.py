@@ -41,7 +41,8 @@ from torchshard.ir.graph import (
 )
 from torchshard.ops import communicates
 from torchshard.passes.nodes import behind_needs, node_arg, read_by
-from torchshard.passes.record import Gradients, sizes_found
+from torchshard.passes.record import Gradients
+from torchshard.passes.segment_keys import sizes_found
 from torchshard.passes.unsummed import Part
 
 aten = torch.ops.aten

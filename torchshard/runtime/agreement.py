@@ -17,7 +17,7 @@ from torch import Tensor
 from torchshard.core.errors import DistributedError, ShardError
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL
-from torchshard.distributed.consistency import verify_equal
+from torchshard.distributed.facts import verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.runtime.call_verification import (
     PreparedCall,

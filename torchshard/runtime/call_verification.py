@@ -25,7 +25,7 @@ from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError, first_line
 from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
-from torchshard.distributed.consistency import begin_verifying, verify_equal
+from torchshard.distributed.facts import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import placeholders, where

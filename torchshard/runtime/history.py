@@ -26,7 +26,7 @@ from torch import Tensor
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Layout, Shard
-from torchshard.distributed.consistency import Near
+from torchshard.distributed.facts import Near
 from torchshard.distributed.group import Group
 from torchshard.runtime import digests
 

@@ -11,7 +11,7 @@ from torch import fx
 from torchshard.capture import without_tools
 from torchshard.core.errors import DistributedError, in_short
 from torchshard.core.hashing import hash_text
-from torchshard.distributed.consistency import verify_equal
+from torchshard.distributed.facts import verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.ops import Begin
