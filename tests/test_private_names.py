@@ -102,7 +102,7 @@ PRIVATE: dict[str, str] = {
     "torch._C.DisableTorchFunction": "capture/known_numbers",
     "torch._C._AutoDispatchBelowADInplaceOrView": "distributed/memory/segment",
     "torch._C._AutoDispatchBelowAutograd": "weights/following",
-    "torch._C._DisableTorchDispatch": "distributed/memory/segment runtime/carried",
+    "torch._C._DisableTorchDispatch": "distributed/memory/segment",
     "torch._C._EnableTorchFunction": "weights/local_slice",
     "torch._C._TorchDispatchModeKey": "capture/transforms",
     "torch._C._TorchDispatchModeKey.FAKE": "capture/tools",
@@ -249,7 +249,7 @@ def test_no_entry_outlives_its_use() -> None:
 VERSION = "2.13.0"
 _CHECKED = re.compile(r"PyTorch 2\.\d+\.\d+|transformers \d")
 UNEXPLAINED = {
-    "checking/check", "runtime/batches", "runtime/carried", "runtime/compilation", "runtime/dynamo", "runtime/history",
+    "checking/check", "runtime/batches", "runtime/compilation", "runtime/dynamo", "runtime/history",
     "runtime/optimizers", "runtime/results_beside", "runtime/state", "runtime/step", "weights/callers",
     "weights/folder", "weights/following", "weights/lazy", "weights/parameter", "weights/slice_calls",
     "weights/slice_values", "weights/state_slices", "weights/transformers_models",

@@ -90,7 +90,7 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
         InputError: `x` would be filled, but its elements share memory (`expand`).
     """
     group = own_group()
-    verify_tensor_call(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
+    verify_tensor_call(group, "broadcast", x, valid=lambda: _check_filled(x, src=src), src=src)
     if not needs_gradient(x):
         return fill(x, _broadcast(x, src, group))
     what = f"broadcast(src={src}), {tuple(x.shape)}"
@@ -121,10 +121,10 @@ def _reduced_to(x: Tensor, dst: int, op: ReduceKind, group: Group) -> Tensor:
     return whole if group.rank == dst else torch.zeros_like(whole)
 
 
-def _check_filled(name: str, x: Tensor, *, src: int) -> None:
+def _check_filled(x: Tensor, *, src: int) -> None:
     peer(own_group(), src, "src")
     if not needs_gradient(x):
-        check_memory(name, x)
+        check_memory("broadcast", x)
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:

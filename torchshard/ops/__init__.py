@@ -14,7 +14,6 @@ or exported.
 
 from torchshard.ops.begin import Begin, wait
 from torchshard.ops.declared import (
-    COLLECTIVES,
     COMBINE,
     DISPATCH,
     OPS,
@@ -30,12 +29,12 @@ from torchshard.ops.declared import (
 from torchshard.ops.kernels import Kernels, kernels, register_kernels
 
 __all__ = [
-    "COLLECTIVES", "COMBINE", "DISPATCH", "OPS", "SENDING", "Begin", "Kernels", "Op", "OpArgs", "communicates",
+    "COMBINE", "DISPATCH", "OPS", "SENDING", "Begin", "Kernels", "Op", "OpArgs", "communicates",
     "experts_of_ranks", "hashable", "is_collective", "is_or_begins_collective", "kernels", "register_kernels",
     "layouts_of", "wait",
 ]  # fmt: skip
 
 
 def is_or_begins_collective(target: object) -> bool:
-    """Returns whether a node's target is one of `COLLECTIVES`, or begins one."""
+    """Returns whether a node's target is a collective, or begins one."""
     return is_collective(target) or isinstance(target, Begin)

@@ -200,7 +200,7 @@ def columns(call: Call) -> Row | None:
 def fourier(call: Call) -> Row:
     """`f32[2,8,4] -> c64[2,5,4]     a !b c -> a !y1 c`: the transformed dims are unsplittable."""
     ndim = len(call.tensors[0].shape)
-    dims, names = dims_of(call, "dim", ndim), letters(ndim, used="y")
+    dims, names = dims_of(call, ndim), letters(ndim, used="y")
     right = [f"!y{i}" if i in dims else name for i, name in enumerate(names)]
     return call.row(
         f"{spaced(unsplittable(names, dims))} -> {spaced(right)}",

@@ -67,7 +67,7 @@ def softmax(call: Call) -> Row:
 def logsumexp(call: Call) -> Row:
     """`f32[2,8,16] -> f32[2,8]     a b c -> a b`; splitting c all-reduces each row's largest value and sum."""
     ndim, dtype = len(call.tensors[0].shape), call.results[0].dtype
-    dims, keep = dims_of(call, "dim", ndim), bool(call["keepdim"])
+    dims, keep = dims_of(call, ndim), bool(call["keepdim"])
     names = letters(ndim) if len(dims) == 1 else unsplittable(letters(ndim), dims)
     if keep:
         right = ["1" if d in dims else name for d, name in enumerate(names)]

@@ -61,20 +61,20 @@ def reduction_row(call: Call, dims: Sequence[int], *, splits: bool, **options: U
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def total(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=True, linear=[{0}])
+    return reduction_row(call, dims_of(call, len(call.tensors[0].shape)), splits=True, linear=[{0}])
 
 
 @rule(aten.nansum.default, aten.count_nonzero.dim_IntList, aten.count_nonzero.default)
 def counted(call: Call) -> Row:
     """`f32[2,8,4] -> i64[2,4]     a b c -> a c`: Partial if b is split, but not linear."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=True)
+    return reduction_row(call, dims_of(call, len(call.tensors[0].shape)), splits=True)
 
 
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`: a rank's mean would divide by its own count."""
     ndim = len(call.tensors[0].shape)
-    dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
+    dims, keep = dims_of(call, ndim), bool(call.args.get("keepdim", False))
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         return averaged(ctx, call, aten.sum.dim_IntList(x, dims, keep, dtype=sum_dtype(call)), x, dims)
@@ -114,7 +114,7 @@ def vector_norm(call: Call) -> Row:
     combination.
     """
     order = call.args.get("ord", call.args.get("p"))
-    dims, order = dims_of(call, "dim", len(call.tensors[0].shape)), 2 if order is None else order
+    dims, order = dims_of(call, len(call.tensors[0].shape)), 2 if order is None else order
     keep, result = bool(call.args.get("keepdim", False)), call.results[0].dtype
     if abs(order) == math.inf:
         extreme_op = aten.amax.default if order > 0 else aten.amin.default
@@ -161,7 +161,7 @@ def product(call: Call) -> Row:
     # some of these ops reduce all dims for an empty list, others none; the result's
     # shape distinguishes them
     reduces_none = call.args.get("dim") == [] and call.results[0].shape == shape
-    return _of_slices(call, [] if reduces_none else dims_of(call, "dim", len(shape)), local)
+    return _of_slices(call, [] if reduces_none else dims_of(call, len(shape)), local)
 
 
 _EXTREMES: Mapping[Target, Target] = {
@@ -187,7 +187,7 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
         extreme_op: amax or amin, applied to each slice and then to the slices' results.
         prepare: a function of the operand; its result is compared instead.
     """
-    dims, keep = dims_of(call, "dim", len(call.tensors[0].shape)), bool(call.args.get("keepdim", False))
+    dims, keep = dims_of(call, len(call.tensors[0].shape)), bool(call.args.get("keepdim", False))
     dtype = call.results[0].dtype
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
@@ -228,7 +228,7 @@ def variance(call: Call) -> Row:
     difference of sums of squares, it gives equal elements a variance of exactly zero.
     """
     shape, result = call.tensors[0].shape, call.results[0].dtype
-    dims, keep = dims_of(call, "dim", len(shape)), bool(call.args.get("keepdim", False))
+    dims, keep = dims_of(call, len(shape)), bool(call.args.get("keepdim", False))
     if call.tensors[0].dtype.is_complex or not all(isinstance(shape[d], int) for d in dims):
         return reduction_row(call, dims, splits=False)
     correction = call.args.get("correction", call.args.get("unbiased"))
@@ -285,7 +285,7 @@ def _root(x: Traced) -> Traced:
 )  # fmt: skip
 def unsplittable_reduction(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=False)
+    return reduction_row(call, dims_of(call, len(call.tensors[0].shape)), splits=False)
 
 
 @rule(aten.argmax.default, aten.argmin.default)
@@ -296,7 +296,7 @@ def place_of_extreme(call: Call) -> Row:
     are in order.
     """
     ndim, dtype = len(call.tensors[0].shape), call.tensors[0].dtype
-    dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
+    dims, keep = dims_of(call, ndim), bool(call.args.get("keepdim", False))
     # the numbers are sent as float64, which is exact for every place and every value except large
     # integers
     if call.args.get("dim") is None or not ndim or dtype is torch.int64:
@@ -323,7 +323,7 @@ def place_of_extreme(call: Call) -> Row:
 def quantile(call: Call) -> Row:
     """`f32[2,8], f64[3] -> f32[3,2]     a !b, q -> q a`."""
     names = letters(len(call.tensors[0].shape), used="q")
-    dims, quantiles = dims_of(call, "dim", len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
+    dims, quantiles = dims_of(call, len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
     right = [*itertools.chain(*quantiles), *_reduced(call, dims, names)]
     left = spaced(unsplittable(names, dims), *quantiles)
     return call.row(f"{left} -> {spaced(right)}", **anywhere(call))

@@ -132,9 +132,9 @@ def positive(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
-def dims_of(call: Call, name: str, ndim: int) -> list[int]:
-    """Returns the dims in an argument: one, several, or all if it is None or empty."""
-    value = call.args.get(name)
+def dims_of(call: Call, ndim: int) -> list[int]:
+    """Returns the dims in the argument `dim`: one, several, or all if it is None or empty."""
+    value = call.args.get("dim")
     if not ndim:
         return []  # PyTorch accepts dims 0 and -1 for a scalar
     if value is None or value == []:

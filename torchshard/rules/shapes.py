@@ -207,7 +207,7 @@ def shape_only(call: Call) -> Row:
     source, target = call.tensors[0].shape, call.results[0].shape
     if call.target not in SQUEEZES:
         return reshape_row(call, source, target, None)
-    named = dims_of(call, "dim", len(source))
+    named = dims_of(call, len(source))
     squeezed = [i for i in named if source and source[i] == 1]
 
     def local(ctx: Local, x: Traced, *args: Argument) -> Traced:

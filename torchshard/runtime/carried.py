@@ -31,8 +31,6 @@ from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.group import Group
 from torchshard.weights.following import bound, call_of, planned
 
-_plain = torch._C._DisableTorchDispatch
-
 
 class CarriedSlice(Tensor):
     """A rank's slice of a tensor that a call of a sharded model has left in its arguments."""

@@ -231,7 +231,7 @@ def _is_process(generator: torch.Generator) -> bool:
 
 
 def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.device) -> object:
-    call = func, *pytree.tree_map(lambda leaf: _as_slot(tape, leaf), (args, dict(kwargs)))
+    call = func, *pytree.tree_map(_as_slot, (args, dict(kwargs)))
     found = func(*_on_meta(tape, call[1]), **_on_meta(tape, call[2], _meta_device(func, args, kwargs)))
     viewed = viewed_argument(call)
     memory = tape.memories[viewed.number] if isinstance(viewed, Slot) else None
@@ -259,7 +259,7 @@ def _meta_device(func: Any, args: Args, kwargs: Kwargs) -> dict[str, object]:
     return {"device": torch.device("meta")} if takes_device and (not has_tensor or kwargs.get("device")) else {}
 
 
-def _as_slot(tape: Tape, leaf: object) -> object:
+def _as_slot(leaf: object) -> object:
     if isinstance(leaf, LazyTensor):
         return Slot(leaf.slot)
     if isinstance(leaf, torch.Generator):
