@@ -248,13 +248,6 @@ def test_no_entry_outlives_its_use() -> None:
 
 VERSION = "2.13.0"
 _CHECKED = re.compile(r"PyTorch 2\.\d+\.\d+|transformers \d")
-UNEXPLAINED = {
-    "checking/check", "runtime/batches", "runtime/compilation", "runtime/dynamo", "runtime/history",
-    "runtime/optimizers", "runtime/results_beside", "runtime/state", "runtime/step", "weights/callers",
-    "weights/folder", "weights/following", "weights/lazy", "weights/parameter", "weights/slice_calls",
-    "weights/slice_values", "weights/state_slices", "weights/transformers_models",
-}  # fmt: skip
-"""Files whose private names lack comments. The list may only shrink: write them with the next change of a file."""
 
 
 def _comments(source: str) -> dict[int, str]:
@@ -284,9 +277,7 @@ def test_private_names_are_explained_where_they_are_used() -> None:
             comments = _comments((PACKAGE / f"{file}.py").read_text())
             if _common(name) is None and not _explained(name, lines, comments):
                 missing[file].add(name)
-    unexplained = {file: names for file, names in missing.items() if file not in UNEXPLAINED}
-    assert not unexplained, f"private names without a comment above that has `(PyTorch {VERSION})`: {unexplained}"
-    assert missing.keys() == UNEXPLAINED, f"explained: remove from UNEXPLAINED {UNEXPLAINED - missing.keys()}"
+    assert not missing, f"private names without a comment above that has `(PyTorch {VERSION})`: {dict(missing)}"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda path: path.stem)

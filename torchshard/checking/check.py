@@ -65,9 +65,7 @@ def check(
     objective: ObjectiveLike | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> Report:
-    """Compares outputs, written buffers and all gradients with the unsharded model's.
-
-    Gradients are compared for every parameter and input.
+    """Compares outputs, written buffers and the gradients of all parameters and inputs with the unsharded model's.
 
     Args:
         model: the unsharded model, on any device; it and its gradients stay as they are.
@@ -140,11 +138,7 @@ def check_program(
 
 
 def _expected(trial: Trial) -> Results:
-    """The results of the unsharded model.
-
-    Raises:
-        InputError: the model does not run.
-    """
+    """The results of the unsharded model; raises InputError if it does not run."""
     with _telling_of_dtype(trial.model):
         return trial.unsharded()
 
@@ -277,6 +271,7 @@ def in_dtype(
     model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
 ) -> tuple[nn.Module, list[object], dict[str, object]]:
     """Casts a model in place, and copies of a call's arguments, to a floating dtype."""
+    # `_apply`, which `to` calls: `to(dtype)` itself would make complex tensors real (PyTorch 2.13.0).
     return model._apply(lambda t: _as(t, dtype)), _cast(list(args), dtype), _cast(dict(kwargs), dtype)
 
 

@@ -88,6 +88,7 @@ def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> 
         if isinstance(layout, Shard) and isinstance(result, Tensor):
             if result.requires_grad:
                 result = _Crossing.apply(result, 1, group.size, False)
+                # `_current_graph_task_id` is -1 outside of a backward; it has no public name (PyTorch 2.13.0).
                 if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint recomputes it
                     _WAITING[result.grad_fn] = storage_id(result)
             _RESULTS.add(result)
@@ -209,6 +210,7 @@ def _watched_gradient(x: Tensor) -> list[bool]:
 
 
 _WATCHED = WeakIdKeyDictionary()
+# `_will_engine_execute_node` has no public name (PyTorch 2.13.0; added by pytorch/pytorch#84773).
 _is_reached = torch._C._will_engine_execute_node
 """Returns whether the current backward has reached a node, or will."""
 _OWN_GRADIENT = (

@@ -4,6 +4,9 @@ A graph keeps the values that Python code saw during its capture: flags and numb
 arguments, dtypes, the grad mode, train or eval of each module, and attributes and globals that
 forward reads. The key contains all of them. It contains no sizes, because one graph runs many
 sizes: `Captured.assumes` checks the sizes of each call.
+
+Dynamo's guards cover these facts for `torch.compile`, but non-strict export makes guards for sizes
+only (PyTorch 2.13). The key could shrink to the arguments if export returned guards for the others.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ cache.layers[0].keys                  f32[1,8@tp,5,64] on rank 0 of 2: tensor(..
 keys.index_select(0, beams)           computed on the slice: the same slice of the result, by the op's row
 keys.sum()                            an InputError: it would be the sum of a slice
 keys.full_tensor()                    the full tensor, on every rank
+
+PyTorch's `DTensor` (2.13) has no sharding for parts of unequal size, and by default its ops insert
+collectives, where an op here raises. This class could go if DTensor had such shardings.
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ class Compiler:
         self._options = {key: value for key, value in options.items() if key != "fullgraph"}
         try:
             torch.compile(_nothing, **self._options)
+            # `list_mode_options`: the documentation of `torch.compile` names it by this path (PyTorch 2.13.0).
             config = torch._inductor.list_mode_options(self._options.get("mode") or "default")
         except Exception as error:
             # torch.compile raises errors of any class
@@ -101,6 +102,7 @@ class Compiler:
         def compiled(*arguments: Any) -> tuple[Any, ...]:
             # tracers do not know the classes of sharded parameters and split buffers
             plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, LocalSlice)) else a for a in arguments]
+            # `_len_torch_dispatch_stack`: no public way to count the active modes (PyTorch 2.13.0).
             if torch._C._len_torch_dispatch_stack():
                 # modes such as CommDebugMode observe the ops, and torch.compile refuses to run under them
                 made = lowered.forward(*plain)
@@ -171,6 +173,7 @@ def _is_gathered_by_gloo(node: fx.Node) -> bool:
 
 def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None:
     """Returns a clearer error for a failed compiler or compiled collective; None for other errors."""
+    # `TorchDynamoException`, the base class of Dynamo's errors, has no public name (PyTorch 2.13.0).
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return CaptureError(
             "torch.compile can't compile this rank's graph",
@@ -185,6 +188,7 @@ def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None
 
 def _drawing_as_ever() -> AbstractContextManager[None]:
     """A context in which Inductor draws the same random numbers as PyTorch's ops; by default it does not."""
+    # `_inductor.config`: torch.compile takes no options beside a mode, and any mode needs this one (PyTorch 2.13.0).
     patched: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
     return patched
 

@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+
+# PyTorch 2.13.0 has no public way to leave whole modules untraced (`trace_rules`), or to find the backend of the trace
+# under way (`InstructionTranslator`, `_torchdynamo_orig_backend`).
 from torch._dynamo import trace_rules
 from torch._dynamo.symbolic_convert import InstructionTranslator
 

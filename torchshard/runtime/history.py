@@ -224,9 +224,11 @@ class _GradientHook:
             history is None
             or gradient is None  # undefined: `gradcheck` tries that, and a custom Function may return it
             or torch.compiler.is_compiling()
+            # `is_functorch_wrapped_tensor`: no public question for a tensor of a transform (PyTorch 2.13.0).
             or torch._C._functorch.is_functorch_wrapped_tensor(gradient)
         ):
             return
+        # `is_legacy_batchedtensor`: the same for the older vmap, by which `is_grads_batched` works (PyTorch 2.13.0).
         if torch._C._functorch.is_legacy_batchedtensor(gradient):
             raise InputError(
                 "a sharded model takes no batch of gradients at once",

@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+
+# `torch.compiler.set_stance` asks this too, whether it is called in a compiled region; no public name (PyTorch 2.13.0).
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -242,6 +244,7 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     _check_states(optimizer)
     mark_state_dicts(optimizer)
     marking = optimizer.register_step_post_hook(_after_step)
+    # `_optimizer_step_post_hooks`: `register_step_post_hook` can only append a hook (PyTorch 2.13.0).
     hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(marking.id, last=False)  # before users' hooks, which may read the states
     _UNMARKED.add(optimizer)

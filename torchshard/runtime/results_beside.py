@@ -67,6 +67,7 @@ class _Refusal:
         beside = self._beside()
         if beside is None:
             return
+        # `_backward_hooks`: no public way to list a tensor's hooks (PyTorch 2.13.0).
         hooks = [hook for hook in (beside._backward_hooks or {}).values() if not _is_ours(hook)]
         if hooks or beside.retains_grad:
             raise InputError(

@@ -2,6 +2,10 @@
 
 Where a backward graph does not suffice, as for gradients of gradients, the forward runs again and
 PyTorch's autograd computes the backward.
+
+AOTAutograd runs its graphs in such a Function too, but refuses gradients of gradients (PyTorch 2.13;
+pytorch/pytorch#91469). This module could go together with `passes.differentiate`, if AOTAutograd
+computed them.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+
+# Code that frees its arguments early, without a public name (PyTorch 2.13.0; the reason: pytorch/pytorch#83137).
 from torch.fx.graph import _BoxedCodeGen
 
 from torchshard.core.autocast import autocasting
@@ -237,6 +243,7 @@ class LazyStep:
 
     def next_call(self) -> Callable[..., Any]:
         """Returns the callable for the next call; at the second call, all ranks make the graphs together."""
+        # `_top_saved_tensors_default_hooks`: no public reader of the hooks on saved tensors (PyTorch 2.13.0).
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if not self.is_made and (watched or not self._eager_calls):
             self.is_made = True
@@ -281,6 +288,7 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    # `_disable_dynamo` is `torch.compiler.disable`, without its import of Dynamo (PyTorch 2.13.0).
     @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(gradient is not None for gradient in gradients)
@@ -335,6 +343,7 @@ def _accumulated(node: Any) -> ShardedParameter | None:
     if not isinstance(parameter, ShardedParameter):
         return None
     try:
+        # `_will_engine_execute_node` has no public name (PyTorch 2.13.0; added by pytorch/pytorch#84773).
         return parameter if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # torch.autograd.grad requested a gradient
         return None

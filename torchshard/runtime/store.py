@@ -55,6 +55,7 @@ class WeightStore:
         self._uninitialized = Uninitialized()
         own = dict((*original.named_parameters(), *original.named_buffers()))
         if weights is not None and weights.conversions is not None:
+            # `_weight_conversions`: `save_pretrained` reverses the conversions in this attribute (transformers 5.24.0).
             cast(Any, model.source)._weight_conversions = weights.conversions
         self._uncut = own | (weights.tensors if weights else {})
         empty = {n: without_storage(t, device=self._uncut[n].device if t.is_meta else None) for n, t in own.items()}
@@ -63,6 +64,7 @@ class WeightStore:
             module, leaf = owner(model, name)
             self.tensors.slot(name)[0][leaf] = empty[names[0]]
             if leaf in module._buffers and name not in persistent:
+                # In public, only `register_buffer` does this, for a buffer that it registers (PyTorch 2.13.0).
                 module._non_persistent_buffers_set.add(leaf)
         self._own_tensors()
         self.tensors.read()

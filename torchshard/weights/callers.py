@@ -1,7 +1,8 @@
 """Finds out whose code calls a function of a slice: the user's, PyTorch's or this library's.
 
 Users may mistake a slice for the full parameter; optimizers, autograd and this library do not. A
-tensor's methods do not receive their caller, so this module inspects the stack frames.
+tensor's methods do not receive their caller, so this module inspects the stack frames. It could go if
+a tensor subclass could see whether PyTorch or the user calls it (in PyTorch 2.13 it can't).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from types import FrameType
 
 from torch import nn
 
+# A method can't ask PyTorch for its caller (PyTorch 2.13.0). So these are the names of modules, also of private ones:
+# `_dynamo`, `_export`, `_functorch`, `_inductor`, `_subclasses`, `_tensor_str`, `_comparison`, `_foreach_utils`.
 _KNOWING = (
     "torch._dynamo", "torch._export", "torch._functorch", "torch._inductor", "torch._subclasses", "torch._tensor_str",
     "torch.amp", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.multiprocessing",
@@ -22,6 +25,7 @@ _KNOWING = (
     "torch.serialization", "torch.storage", "torch.testing._comparison", "torch.utils._foreach_utils",
 )  # fmt: skip
 """PyTorch's modules that manage tensors or compute elementwise. All others act for their callers."""
+# `eval_frame` runs compiled code, `functional_call` a module, `_functional_collectives` collectives (PyTorch 2.13.0).
 _PASSING = (
     "torch._dynamo.eval_frame", "torch._functorch.functional_call", "torch.distributed._functional_collectives",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.distributed.nn.functional",
@@ -29,6 +33,7 @@ _PASSING = (
 )  # fmt: skip
 """Modules within `_KNOWING`, and of this library, that run code passed in by their caller and act for it."""
 _MODULES = nn.Module.__module__
+# `_wrapped_call_impl` and `_call_impl` run forward, `_load_from_state_dict` copies (PyTorch 2.13.0).
 _CALLS = frozenset([
     "Module._wrapped_call_impl", "Module._call_impl", "Module._load_from_state_dict", "Module.load_state_dict",
     "Module.load_state_dict.<locals>.load",

@@ -46,6 +46,7 @@ class Checkpointable(Tensor):
     def size(self, dim: int | None = None) -> Any:
         """Like `Tensor.size`; DCP gets the global shape, to compare it with the checkpoint's."""
         module = called_from()
+        # `vmap` and `_state_dict_utils` are the modules of `torch.vmap` and of DCP's older stager (PyTorch 2.13.0).
         if module == "torch._functorch.vmap" and place_of(self) is not None:
             # it calls `size` before it passes tensors of its own class to the function
             warn_of_slice("torch.vmap gives a result of", place_text(self.place))

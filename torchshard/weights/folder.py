@@ -103,6 +103,7 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
     samples = {f"bytes of {name}": file.sample().hex() for name, file in files.items()}
     size = sum(file.bytes_ for file in files.values())
     dtypes = frozenset(file.dtype for file in files.values())
+    # `_weight_conversions` is where transformers keeps the conversions that it applied (transformers 5.24.0).
     conversions = getattr(shell, "_weight_conversions", None) if converts else None
     return Weights(tensors, size, tuple(missing), tuple(unused), tuple(tied), dtypes, samples, conversions)
 

@@ -16,6 +16,9 @@ axes are followed one by one, each on the local shapes that the previous axis le
 Finally the function runs on meta tensors of the slice's shape. It must call the same ops with the
 same numbers, and return the shapes that the rows predict. A function that computes with the sizes of
 its operands, such as `channel_shuffle`, may call different ops and then can't be followed.
+
+DTensor's strategies for ops (PyTorch 2.13) serve the same purpose, but where operands fit no
+strategy, DTensor inserts a collective. This module could go together with `local_slice`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# All decompositions; the public `torch.export.default_decompositions` lacks half of them (PyTorch 2.13.0).
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
@@ -201,11 +206,7 @@ class _Question:
         return True
 
     def answered(self, scaled: int | None) -> Outcome | None:
-        """Returns the outcome, or None if the function can't be followed.
-
-        Args:
-            scaled: the number of the leaf that is a size of the slice.
-        """
+        """Returns the outcome, or None if unknown; `scaled`: the number of the leaf that is a size of the slice."""
         (first, *others) = [of for of in self.types if of is not None]
         axes = [letter.axis for letter in first.sharding]
         if any([letter.axis for letter in of.sharding] != axes for of in others):
@@ -240,6 +241,7 @@ class _Question:
         args, kwargs, tensors = self._called_with(shapes, scaled)
         for tensor, layout in zip(tensors, layouts, strict=True):
             level.note(tensor, layout)
+        # `_AutoDispatchBelowAutograd`: else autograd splits composite ops before `level` sees them (PyTorch 2.13.0).
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
             result = self.func(*args, **kwargs)
         made = _tensors(result)
@@ -454,6 +456,7 @@ class _Level(TorchDispatchMode):
         """Returns PyTorch's decomposition of an op, if it has one that may run."""
         if func in self._inside or func._schema.is_mutable or is_random(func):
             return None
+        # `_can_decompose`: no public question for a composite op (PyTorch 2.13.0).
         return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
     def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -540,11 +543,7 @@ def planned(
 
 
 def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
-    """Returns the `Call` of an op for its rule.
-
-    Args:
-        named: the arguments by name; defaults are added.
-    """
+    """Returns the `Call` of an op for its rule; `named`: its arguments by name; defaults are added."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     bound = {**defaults, **named}
     typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), bound)

@@ -5,6 +5,11 @@ values, one tensor at a time. They are bit-equal to those of an ordinary constru
 are drawn in the same order, from the RNG state at the entry of `lazy`. Later ops on a lazy tensor,
 such as a cast, a copy or another initialisation, are recorded too. If a constructor reads values
 (`.item()`, `.tolist()`), they are computed at once.
+
+On PyTorch's meta device a constructor loses its values (PyTorch 2.13), and torchdistx, which recorded
+constructors in this way, is not developed further (pytorch/pytorch#96161). This module and `tape`
+could go if PyTorch could compute the values of such a model later, tensor by tensor
+(pytorch/pytorch#93947).
 """
 
 from __future__ import annotations
@@ -17,6 +22,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+# Views get their base's storage, writes return their argument: by no public function (PyTorch 2.13.0).
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
@@ -45,6 +52,7 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, tape: Tape, slot: int, device: torch.device) -> LazyTensor:
         like = tape.examples[slot]
+        # `_make_wrapper_subclass`: no public way to make a tensor with strides, but no memory (PyTorch 2.13.0).
         made: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             like.size(),
@@ -56,6 +64,7 @@ class LazyTensor(Tensor):
         made.tape, made.slot = tape, slot
         return made
 
+    # `_disabled_torch_function_impl`: `nn.Parameter` has it in place of `Tensor`'s own method (PyTorch 2.13.0).
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -226,6 +235,7 @@ def _own_generator(args: Args, kwargs: Kwargs) -> torch.Generator | None:
 
 
 def _is_process(generator: torch.Generator) -> bool:
+    # `_cdata`: Python objects of the same generator compare unequal (PyTorch 2.13.0).
     ours: int = torch.default_generator._cdata  # type: ignore[attr-defined]
     return generator._cdata == ours  # type: ignore[attr-defined]  # each dispatched call gets a new Python object
 

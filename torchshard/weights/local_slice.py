@@ -13,6 +13,10 @@ matching shape without an error.
 
 Elementwise results are marked as slices too, so `p.square().sum()` warns like `p.norm()`. PyTorch's and
 this library's code gets plain tensors of a model's slices (`callers`), so optimizers stay fast.
+
+PyTorch's `DTensor` (2.13) has no sharding for parts of unequal size, such as a fused QKV weight with
+fewer key heads; by default its ops insert collectives. The class could go if DTensor had such
+shardings, and a step on it were as fast as on plain tensors (pytorch/pytorch#109477).
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ unwatched = torch._C.DisableTorchFunctionSubclass
 
 def watched(call: Callable[P, T]) -> Callable[P, T]:
     """Wraps a user's function, to be called within `unwatched`, so that it runs as outside of it."""
+    # `_is_torch_function_enabled`, `_EnableTorchFunction`: no public names (PyTorch 2.13.0; pytorch/pytorch#82633).
     if not torch._C._is_torch_function_enabled():
         return call
 
@@ -108,16 +113,12 @@ class LocalSlice(Checkpointable):
     def converted(tensor: Tensor) -> LocalSlice:
         """Converts a tensor into a slice in place, for code that already references it; its attributes follow."""
         if isinstance(tensor, nn.Parameter):
-            tensor._is_param = True  # `nn.Parameter` marks tensors of other classes like this
+            tensor._is_param = True  # as `nn.Parameter` does for other classes (PyTorch 2.13.0; pytorch/pytorch#73459)
         tensor.__class__ = LocalSlice
         return cast(LocalSlice, tensor)
 
     def become(self, of: SliceType, ranks: Ranks, path: str, owner: object = None) -> None:
-        """Sets the attributes of a model's slice.
-
-        Args:
-            owner: the sharded model.
-        """
+        """Sets the attributes of a model's slice; `owner` is the sharded model."""
         self.sharding, self.whole = of
         self.ranks, self.at, self.path = ranks, ranks.place, path
         if owner is not None:
@@ -188,6 +189,7 @@ class LocalSlice(Checkpointable):
         except (RuntimeError, IndexError) as error:
             explain(error, func, (args, kwargs))
             raise
+        # `_amp_foreach...` is the one op by which a GradScaler finds overflows (PyTorch 2.13.0).
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             join_overflow(*args[:2])
         if clips:

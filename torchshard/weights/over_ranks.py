@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
+
+# Functional collectives name their group; the look-up has no public name (PyTorch 2.13.0).
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils import _pytree as pytree
 
@@ -93,6 +95,7 @@ def join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     found_inf.copy_(widest(given).reduced(found_inf, dist.ReduceOp.MAX, eager=what))
 
 
+# `torch.nn.utils.get_total_norm` calls one of these; `_foreach_norm` has no public name (PyTorch 2.13.0).
 NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
 
 
@@ -153,6 +156,7 @@ def check_overwriting(func: Callable[..., Any], args: Sequence[Any], kwargs: Map
     """
     name, group = func.__name__.partition(".")[0], kwargs.get("group")
     if func not in OVERWRITING:
+        # `_c10d_functional` has the operators of functional collectives; it has no public name (PyTorch 2.13.0).
         if not (str(func).startswith("_c10d_functional.") and name.startswith(_AS_COPIES)):
             return
         group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else _resolve_process_group(args[-1])

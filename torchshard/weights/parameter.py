@@ -108,7 +108,7 @@ class ShardedParameter(LocalSlice, nn.Parameter):
         self.touched = True
         with unwatched():
             data = _DATA.__get__(self)
-        # AOTAutograd runs compiled code, such as an optimizer's step, and checks the class of a parameter
+        # AOTAutograd (`_functorch`) runs compiled code, such as a step, and checks a parameter's class (PyTorch 2.13.0)
         module = called_from()
         if module == AVERAGING:
             check_averaging(self, sys._getframe(1))
@@ -195,6 +195,7 @@ def support_foreach() -> None:
 
     PyTorch uses them only for classes in a private list; it processes other tensors one at a time.
     """
+    # `_foreach_supported_types`: no public way to add a class (PyTorch 2.13.0; pytorch/pytorch#196305).
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         supported = getattr(sys.modules.get(module), "_foreach_supported_types", None)
         if supported is not None and ShardedParameter not in supported:

@@ -146,6 +146,7 @@ def _is_shared(tensor: Tensor) -> bool:
 
     Example: `t.data.copy_(p)` writes into `t`.
     """
+    # `_storage_Use_Count`, `_is_view`: no public question for shared memory (PyTorch 2.13.0).
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._is_view() or users > 2  # the tensor, and the Python object that this makes of its storage
 

@@ -68,6 +68,7 @@ def lazy_pretrained(
 
 def cast_kept(model: Any, dtype: torch.dtype) -> None:
     """Casts the parameters that a transformers model keeps in a dtype different from the loaded one."""
+    # `_get_dtype_plan`: `from_pretrained` loads by this plan; it has no public name (transformers 5.24.0).
     kept = model._get_dtype_plan(dtype)
     for name, parameter in model.named_parameters():
         own = next((d for key, d in kept.items() if key in name.split(".")), None)
