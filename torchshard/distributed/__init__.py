@@ -21,6 +21,7 @@ from torchshard.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
+from torchshard.distributed.consistency import debug
 from torchshard.distributed.group import (
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -45,7 +46,7 @@ from torchshard.distributed.primitives import (
     scatter_from,
     send,
 )
-from torchshard.distributed.process_groups import debug, destroy_process_group, init_process_group
+from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 from torchshard.distributed.wire import Handle
 
 __all__ = [

@@ -19,7 +19,6 @@ from torchshard.distributed.consistency import verify_call, verify_following_cal
 from torchshard.distributed.facts import run_on_all_ranks
 from torchshard.distributed.group import (
     ALONE,
-    CheckLevel,
     Group,
     HandshakeState,
     Timeouts,
@@ -365,36 +364,3 @@ def _end_waiter_threads() -> None:
     for group in registered_groups():
         if not all(thread.is_done() for thread in group.handshake.waiter_threads):
             abort_pending_receives(group)
-
-
-_LEVELS = {True: CheckLevel.ALL, None: CheckLevel.NEW, False: CheckLevel.OFF}
-
-
-def debug(on: bool | None = True) -> None:
-    """Sets the calls that ranks verify before they communicate; a mismatch raises on every rank.
-
-    Within a group, all ranks must call it. It applies until the group is destroyed; before
-    `init_process_group`, it sets the initial level of this process's groups.
-
-    Args:
-        on: True: each call, each collective node of a graph, and each step of a backward, at the
-            cost of a message to each rank, and also the calling line (calls that send the same
-            data in another order are different calls); None (the default level): each call of a
-            sharded model, and eager calls: each with gloo, each new signature with NCCL; False:
-            only calls that exchange sizes.
-
-    Raises:
-        DistributedError: not all ranks of the group call it.
-        InputError: `on` is not one of the three.
-    """
-    if on is not None and not isinstance(on, bool):
-        raise InputError(
-            f"{on!r} does not say which calls to verify",
-            where="debug(on)",
-            attempt="debug(True), debug(None) or debug(False)",
-        )
-    group = own_group()
-    verify_call(group, lambda: f"debug({on})")
-    for each in registered_groups() or [group]:
-        each.handshake.forget()
-        each.handshake.level = _LEVELS[on]
