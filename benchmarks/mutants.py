@@ -950,7 +950,7 @@ FAULTS = (
     ),
     Fault(
         "a lowered collective that sends nothing",
-        "distributed/kernels.py",
+        "distributed/convert.py",
         'return op(sent, "sum", name), made.result',
         "return sent.clone(), made.result",
         "tests/test_lowering.py -k lowered",
