@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "a local size of the plain split",
-        "core/notation.py",
+        "core/rows.py",
         "return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)",
         "return -(-size // self.world)",
         f"{RULES} -k split",

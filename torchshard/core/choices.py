@@ -28,17 +28,8 @@ from torchshard.core.layouts import (
     parts_size,
 )
 from torchshard.core.mesh import Coordinate
-from torchshard.core.notation import (
-    MAX_PARTS,
-    AxisParts,
-    Choice,
-    Dim,
-    Local,
-    LocalFn,
-    Row,
-    Term,
-    dim_size,
-)
+from torchshard.core.notation import MAX_PARTS
+from torchshard.core.rows import AxisParts, Choice, Dim, Local, LocalFn, Row, Term, dim_size
 
 
 def axis_groups(row: Row) -> list[tuple[str, ...]]:

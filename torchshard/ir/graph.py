@@ -9,7 +9,7 @@ autocast     of an op: the autocast state of its call, until the casts are expli
 global_shapes   the global shape of each result, set by `localize`, which makes 'val' local
 inside       of a node of a replacement: the op that it is a part of
 layouts      one Layout per result; of the output, one per result of the graph, if some are split
-choice, row  of an op: the planned notation.Choice, and the Row that allows it
+choice, row  of an op: the planned rows.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: its consumers
 recompute    of an op: the region that backward recomputes instead of saving its values
@@ -57,7 +57,7 @@ from torch.fx.node import Argument, Target, map_aggregate
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.notation import Choice, Row
+from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.whole import WholeCall

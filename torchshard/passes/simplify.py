@@ -12,7 +12,7 @@ from torch import fx
 from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row
+from torchshard.core.rows import Choice, Row
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
 from torchshard.passes.annotate import serves
 from torchshard.passes.nodes import node_arg, operator_of, replace_node

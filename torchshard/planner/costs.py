@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import EQUAL, Layout, Shard, largest_share, local_size, type_text
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
+from torchshard.core.rows import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype

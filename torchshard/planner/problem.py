@@ -11,7 +11,7 @@ from torch import fx
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.ir.graph import consumers, other_sizes, sizes_as
 from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of

@@ -15,8 +15,8 @@ from torch import fx
 
 from torchshard.core.choices import axis_groups
 from torchshard.core.layouts import I, Layout, Shard, is_whole
-from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import star_numbers
+from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.whole import HookCall, op_of
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK

@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchshard.core.choices import choices, local_replacement
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import MeshAxis, Place
-from torchshard.core.notation import Choice, Row
 from torchshard.core.overloads import functional_overload
+from torchshard.core.rows import Choice, Row
 from torchshard.core.sharding import Placement, Sharding
 from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
 from torchshard.rules.pointwise import pointwise
