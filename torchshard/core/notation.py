@@ -33,9 +33,6 @@ from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Size
 from torchshard.core.rows import Dim, LocalFn, Row, RowOptions, Term, dim_size
 
-MAX_PARTS = 64
-"""A merged dim is unsplittable if its split would need more parts than this."""
-
 
 class _PlainKeywords(TypedDict, total=False):
     local: Mapping[str, LocalFn]
