@@ -409,7 +409,7 @@ FAULTS = (
     Fault(
         "random numbers in the order of memory",
         "passes/normalize.py",
-        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))",
+        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), by_index))",
         "pass",
         "tests/test_random.py",
         models="dropout_channels_last",
