@@ -29,7 +29,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.rows import Choice, Row
 from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.group import Group
-from torchshard.weights.following import bound, call_of, planned
+from torchshard.weights.op_layouts import bound, call_of, planned
 
 _plain = torch._C._DisableTorchDispatch
 
