@@ -93,7 +93,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 """In lines. Functions are counted without their docstrings; `ruff` limits their branches (pyproject.toml)."""
-LONG_FILES = {"ir.graph": 631}
+LONG_FILES: dict[str, int] = {}
 """Module -> lines. The numbers may only become smaller: a file that grows wants a split by subject."""
 LONG_FUNCTIONS: dict[str, int] = {}
 """As `LONG_FILES`."""

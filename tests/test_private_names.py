@@ -128,7 +128,7 @@ PRIVATE: dict[str, str] = {
     "torch._decomp.decomposition_table": "weights/op_layouts",
     "torch._decomp.get_decompositions": "passes/decompose",
     "torch._disable_dynamo": "runtime/step",
-    "torch._dispatch.python.enable_python_dispatcher": "ir/graph passes/record",
+    "torch._dispatch.python.enable_python_dispatcher": "ir/fake_values passes/record",
     "torch._dynamo": "capture/seeding weights/callers",
     "torch._dynamo.config": "core/fakes",
     "torch._dynamo.eval_frame": "weights/callers",

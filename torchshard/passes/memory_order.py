@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import bound_args, emit, hint, is_tensor, op_name, reads_memory, where
+from torchshard.ir.editing import emit
+from torchshard.ir.fake_values import hint
+from torchshard.ir.graph import bound_args, is_tensor, op_name, reads_memory, where
 from torchshard.passes.nodes import named_as, node_arg
 
 aten = torch.ops.aten

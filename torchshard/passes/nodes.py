@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
-from torchshard.ir.graph import emit, is_view
+from torchshard.ir.editing import emit
+from torchshard.ir.graph import is_view
 
 aten = torch.ops.aten
 

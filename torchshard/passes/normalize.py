@@ -28,7 +28,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import bound_args, drop_dead_code, emit, name_after, op_name, values, where
+from torchshard.ir.editing import drop_dead_code, emit, name_after
+from torchshard.ir.graph import bound_args, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose

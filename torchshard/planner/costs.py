@@ -21,8 +21,9 @@ from torchshard.core.rows import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
+from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
-from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
+from torchshard.ir.graph import is_weight, node_row, operands, values
 from torchshard.planner.constants import BUCKETED, FUSED
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.costs import Sent

@@ -21,7 +21,9 @@ from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
 from torchshard.core.rows import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.ir.graph import fake_mode, faking, hint, operands, record_local
+from torchshard.ir.editing import record_local
+from torchshard.ir.fake_values import faking, hint
+from torchshard.ir.graph import fake_mode, operands
 from torchshard.ops import COMBINE, DISPATCH, OPS, is_collective
 
 

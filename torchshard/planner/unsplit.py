@@ -18,7 +18,8 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.paths import star_numbers
 from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.whole import HookCall, op_of
-from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
+from torchshard.ir.fake_values import nbytes
+from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, node_row, operands, where
 from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK
 from torchshard.planner.costs import CostModel, Op
 from torchshard.plans.costs import Collective, Costs, GatheredOps
