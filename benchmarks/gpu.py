@@ -39,7 +39,8 @@ from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed.group import ALONE
-from torchshard.ir.graph import hint, placeholders
+from torchshard.ir.fake_values import hint
+from torchshard.ir.graph import placeholders
 from torchshard.ops import OPS, Begin, wait
 from torchshard.passes import direct, localized
 from torchshard.plans.objective import read_aim

@@ -31,7 +31,8 @@ from torchshard.compiler.meshes import read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.layouts import I
 from torchshard.core.mesh import Holds, mesh_option
-from torchshard.ir.graph import is_weight, nbytes, sizes_as
+from torchshard.ir.fake_values import nbytes, sizes_as
+from torchshard.ir.graph import is_weight
 from torchshard.passes import rewrite
 from torchshard.planner.build import build
 from torchshard.planner.constants import MAX_PRICE

@@ -31,7 +31,7 @@ from torchshard.core.conversions import TABLE
 from torchshard.core.layouts import Layout, Part, Shard
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.ir.graph import hint, size_expr
+from torchshard.ir.fake_values import hint, size_expr
 from torchshard.ops import OPS, is_collective
 
 AXIS = "tp"

@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "a local size of the plain split",
-        "core/notation.py",
+        "core/rows.py",
         "return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)",
         "return -(-size // self.world)",
         f"{RULES} -k split",
@@ -409,7 +409,7 @@ FAULTS = (
     Fault(
         "random numbers in the order of memory",
         "passes/normalize.py",
-        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))",
+        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), by_index))",
         "pass",
         "tests/test_random.py",
         models="dropout_channels_last",
@@ -950,7 +950,7 @@ FAULTS = (
     ),
     Fault(
         "a lowered collective that sends nothing",
-        "distributed/kernels.py",
+        "distributed/convert.py",
         'return op(sent, "sum", name), made.result',
         "return sent.clone(), made.result",
         "tests/test_lowering.py -k lowered",

@@ -20,7 +20,7 @@ from tests.models import CASES, EncoderDecoder, Seq2SeqOutput
 from torchshard.capture import capture, model_without_storage
 from torchshard.compiler.program import Program
 from torchshard.core.user_files import is_library, is_user_file
-from torchshard.ir.graph import mark_needs_grad
+from torchshard.ir.editing import mark_needs_grad
 
 
 def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:

@@ -26,8 +26,9 @@ from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
-from torchshard.weights.following import Lost, SliceType, follow
+from torchshard.weights.following import SliceType, follow
 from torchshard.weights.local_slice import LocalSlice
+from torchshard.weights.op_layouts import Lost
 from torchshard.weights.parameter import ShardedParameter
 
 PARTS = 20

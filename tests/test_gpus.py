@@ -30,7 +30,7 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import program
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.distributed import process_groups, wire
+from torchshard.distributed import process_groups, wire, world
 from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
 from torchshard.ir.graph import fake_mode
 from torchshard.passes import annotate, localized
@@ -44,13 +44,13 @@ from torchshard.testing import run_ranks
 def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(process_groups, "own_gpu", lambda backend: torch.device("cuda", 1))
+    monkeypatch.setattr(world, "own_gpu", lambda backend: torch.device("cuda", 1))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: asked.append(given | {"backend": backend}))
-    monkeypatch.setattr(process_groups, "stores", {})
+    monkeypatch.setattr(world, "stores", {})
     monkeypatch.setenv("TORCH_NCCL_PROPAGATE_ERROR", "")
     monkeypatch.delenv("TORCH_NCCL_PROPAGATE_ERROR")
-    process_groups.begin_world(None, process_groups.Timeouts(), process_groups.World(True))
+    world.begin_world(None, process_groups.Timeouts(), world.World(True))
     assert asked[0]["backend"] == "cpu:gloo,cuda:nccl" and asked[0]["device_id"] == torch.device("cuda", 1)
     assert os.environ["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
 
@@ -334,11 +334,11 @@ def test_two_processes_with_nccl_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for local, backend, device in (("1", "nccl", 1), ("0", "cpu:gloo,cuda:nccl", 0), ("3", "gloo", 1)):
         monkeypatch.setenv("LOCAL_RANK", local)
-        own = process_groups.own_gpu(backend)
+        own = world.own_gpu(backend)
         assert chosen.pop() == torch.device("cuda", device)
         assert own == (None if backend == "gloo" else torch.device("cuda", device))
     with pytest.raises(ts.DistributedError, match="this machine has 2 GPUs"):
-        process_groups.own_gpu("nccl")
+        world.own_gpu("nccl")
     assert not chosen
 
 
@@ -349,8 +349,8 @@ def test_ranks_that_come_again_to_one_store_agree_on_a_new_name() -> None:
     names = []
     for _ in range(3):
         with ThreadPoolExecutor(3) as threads:
-            of_ranks = set(threads.map(lambda rank: process_groups.common_name(store, rank, 3, 10.0), range(3)))
+            of_ranks = set(threads.map(lambda rank: world.common_name(store, rank, 3, 10.0), range(3)))
         names += of_ranks
     assert len(names) == len(set(names)) == 3
     with pytest.raises(RuntimeError, match=r"no word from ranks \[1\]"):
-        process_groups.common_name(store, 0, 2, 0.05)
+        world.common_name(store, 0, 2, 0.05)

@@ -29,7 +29,9 @@ from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
 from torchshard.distributed import kernels
-from torchshard.ir.graph import duplicate, fake_mode, faking, results_of
+from torchshard.ir.editing import duplicate
+from torchshard.ir.fake_values import faking
+from torchshard.ir.graph import fake_mode, results_of
 from torchshard.ops import OPS
 from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine

@@ -14,7 +14,8 @@ from torchshard.core.choices import axis_groups, choices, local_replacement, spr
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import S, Shard, local_shape
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Local, Row, bind, dim_size
+from torchshard.core.notation import bind
+from torchshard.core.rows import Choice, Local, Row, dim_size
 from torchshard.planner.styles import WORDS, StyleWord
 from torchshard.plans.machine import MACHINES, MachineName
 

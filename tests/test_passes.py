@@ -20,7 +20,8 @@ from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program
 from torchshard.core.choices import choices
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.ir.graph import duplicate, mark_needs_grad, node_row, op_name
+from torchshard.ir.editing import duplicate, mark_needs_grad
+from torchshard.ir.graph import node_row, op_name
 from torchshard.ir.listing import listing
 from torchshard.ops import OPS
 from torchshard.passes import annotate, insert, localized, lower, normalize, rewrite, simplify, step_graphs, verify

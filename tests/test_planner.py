@@ -21,7 +21,8 @@ from torchshard.core.choices import choices
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.recurrent import SplitRecurrent
-from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
+from torchshard.ir.editing import mark_needs_grad
+from torchshard.ir.graph import is_tensor, is_tensor_op
 from torchshard.planner.build import build
 from torchshard.planner.constants import FORBIDDEN, MAX_PRICE
 from torchshard.planner.conversions import conversions_of

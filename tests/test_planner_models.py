@@ -15,7 +15,7 @@ from tests.helpers import nightly
 from torchshard.capture import capture
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.ir.graph import mark_needs_grad
+from torchshard.ir.editing import mark_needs_grad
 from torchshard.passes import normalize
 from torchshard.planner import states as states_of
 from torchshard.planner.build import build

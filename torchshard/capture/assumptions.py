@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from torchshard.ir.graph import hint, is_tensor, size_expr
+from torchshard.ir.fake_values import hint, size_expr
+from torchshard.ir.graph import is_tensor
 
 Shape = list[int | sympy.Expr]
 

@@ -52,7 +52,9 @@ from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import HookCall, WholeCall
-from torchshard.ir.graph import duplicate, fake_mode, guards, writes, written_state
+from torchshard.ir.editing import duplicate
+from torchshard.ir.fake_values import guards
+from torchshard.ir.graph import fake_mode, writes, written_state
 
 DYNAMIC_DIMS = frozenset({0, 1})
 """The dims of input tensors that may vary between calls: batch and sequence."""

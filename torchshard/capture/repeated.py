@@ -41,7 +41,7 @@ from torchshard.capture.recording import current_recording
 from torchshard.capture.state_before import StateBefore
 from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
-from torchshard.ir.graph import size_expr
+from torchshard.ir.fake_values import size_expr
 
 
 class DifferentLayers(Exception):

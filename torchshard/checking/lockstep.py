@@ -33,9 +33,9 @@ from torchshard.core.layouts import Layout, dual, is_whole, join, split
 from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
+from torchshard.distributed.convert import own_part
 from torchshard.distributed.experts import KERNELS
 from torchshard.distributed.group import Group
-from torchshard.distributed.kernels import own_part
 from torchshard.distributed.ops import unwrapped
 from torchshard.ir.graph import where
 from torchshard.ops import COMBINE, DISPATCH, OPS, SENDING, Begin, experts_of_ranks, is_collective, wait

@@ -21,7 +21,8 @@ from torch.fx.node import Argument
 
 from torchshard.core.hashing import spread
 from torchshard.core.modules import storage_id
-from torchshard.ir.graph import duplicate, fake_mode, is_float
+from torchshard.ir.editing import duplicate
+from torchshard.ir.graph import fake_mode, is_float
 
 NUDGE_SEED = 104729
 """The seed of the random moves, which use their own generator to leave the model's random numbers as

@@ -282,7 +282,7 @@ def _draw(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from torchshard.cli.sources import check_source
+    from torchshard.cli.checks import check_source
 
     report = check_source(options, _wanted(options), arguments.mesh_of(options), arguments.objective_of(options))
     print(report)
@@ -306,7 +306,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _env(options: argparse.Namespace) -> int:
-    from torchshard.cli.sources import environment
+    from torchshard.cli.environment import environment
 
     print(environment())
     return 0

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.metadata
 import inspect
 import json
 import os
-import platform
 import re
 import sys
 import traceback
@@ -27,15 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture.call_arguments import bound_call
-from torchshard.checking.check import check
-from torchshard.checking.processes import check_processes
-from torchshard.checking.report import Report
 from torchshard.cli.folders import has_weights, note, with_weights
-from torchshard.compiler.constraints import PlanLike
-from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import InputError, ShardError, first_line, in_short
 from torchshard.core.user_files import is_user_file
-from torchshard.plans.objective import ObjectiveLike, read_aim
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
@@ -102,6 +94,14 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
     if real and Path(name).is_dir():
         note(f"random weights: {name} holds no safetensors files")
     return source
+
+
+def real_source(
+    name: str, example: Example, weights: str | None
+) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
+    """Returns a model with its folder's weights, or random ones, and its example inputs."""
+    source = read_source(name, example, weights, real=True)
+    return source.model, source.args, source.kwargs
 
 
 HUB_NAME = r"[\w.-]+/[\w.-]+"
@@ -330,73 +330,3 @@ def _inputs(config: object, model: nn.Module, example: Example, path: Path) -> d
         why="example inputs are made for token ids and images",
         attempt="module:factory, which returns the model and its inputs",
     )
-
-
-# --- other commands --------------------------------------------------------------------------------------------------
-
-
-class CheckOptions(ExampleOptions, Protocol):
-    """The arguments of the command `check`, apart from the plan, the mesh and the objective."""
-
-    model: str
-    weights: str | None
-    processes: bool
-
-
-def check_source(options: CheckOptions, plan: PlanLike, mesh: MeshLike, objective: ObjectiveLike) -> Report:
-    """Runs `torchshard.check` on simulated ranks, or on processes that communicate.
-
-    Args:
-        plan, mesh, objective: see `torchshard.check`.
-
-    Raises:
-        InputError: processes can't run the requested check.
-    """
-    ranks = read_mesh(mesh)
-    example = Example.of(options)._replace(batch=options.batch * ranks.parts)
-    place = (options.model, example, options.weights)
-    if not options.processes:
-        model, args, kwargs = real_source(*place)
-        return check(model, plan, args, kwargs, mesh=mesh, objective=objective)
-    if ranks.parts > 1:
-        raise InputError(
-            "ranks that divide the batch are checked in one process",
-            where="--processes with --mesh",
-            why="processes are compared with the unsharded model for one batch that all of them have",
-            attempt="without --processes",
-        )
-    return check_processes(real_source, place, plan, ranks.size, read_aim(objective, "cpu"))
-
-
-def real_source(
-    name: str, example: Example, weights: str | None
-) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
-    """Returns a model with its folder's weights, or random ones, and its example inputs."""
-    source = read_source(name, example, weights, real=True)
-    return source.model, source.args, source.kwargs
-
-
-def environment() -> str:
-    """Returns versions, backends and devices, one per line."""
-    import torch.distributed as dist
-
-    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = {
-        "torchshard": _version("torchshard-fx"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "networkx": _version("networkx"),
-        "transformers": _version("transformers"),
-        "backends": ", ".join(backends) or "none",
-        "cpus": str(os.cpu_count()),
-        "gpus": ", ".join(gpus) or "none",
-    }
-    return "\n".join(f"{name:12} {value}" for name, value in lines.items())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -19,7 +19,8 @@ from torchshard.capture import flatten_call
 from torchshard.compiler.prepare import prepared
 from torchshard.core.errors import CaptureError, InputError, first_line
 from torchshard.core.types import is_count
-from torchshard.ir.graph import hint, results_of
+from torchshard.ir.fake_values import hint
+from torchshard.ir.graph import results_of
 from torchshard.plans.objective import Aim
 
 CACHES = ("cache", "past_key_values", "cache_params")

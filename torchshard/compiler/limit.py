@@ -11,9 +11,10 @@ from torch import fx
 
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.layouts import Layout
-from torchshard.core.notation import Choice
 from torchshard.core.paths import layer_of, outermost
-from torchshard.ir.graph import growing_sizes, multiples_of, sizes_as
+from torchshard.core.rows import Choice
+from torchshard.ir.fake_values import sizes_as
+from torchshard.ir.graph import growing_sizes, multiples_of
 from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel

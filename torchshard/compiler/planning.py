@@ -15,9 +15,10 @@ from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import duplicate, is_tensor_op, node_row, passes_on_weight, placeholders
+from torchshard.ir.editing import duplicate
+from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
 from torchshard.passes import own_order_choice, send_to_experts, sends_to_experts
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of

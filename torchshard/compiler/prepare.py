@@ -15,7 +15,8 @@ from torchshard.capture import Captured, capture
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout, Shard
-from torchshard.ir.graph import is_tensor, mark_needs_grad, placeholders
+from torchshard.ir.editing import mark_needs_grad
+from torchshard.ir.graph import is_tensor, placeholders
 from torchshard.ir.sizes import name_sizes
 from torchshard.passes import carry, normalize
 

@@ -22,7 +22,8 @@ from torchshard.core.layouts import Layout, parse_layout
 from torchshard.core.mesh import Mesh
 from torchshard.core.types import is_of, texts
 from torchshard.ir.data import Equal, graph_data, graph_from
-from torchshard.ir.graph import placeholders, plain_shape
+from torchshard.ir.fake_values import plain_shape
+from torchshard.ir.graph import placeholders
 from torchshard.planner.styles import OPS_OF_MODULES, Style
 from torchshard.plans.json_form import read_axis
 from torchshard.plans.machine import Machine

@@ -17,7 +17,8 @@ from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import Shard
 from torchshard.core.sharding import Cut, local_shape
 from torchshard.custom_ops.fx_types import Target
-from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
+from torchshard.ir.fake_values import sizes_as
+from torchshard.ir.graph import before_casts, is_weight, operands
 from torchshard.ops import is_collective
 from torchshard.planner.costs import Value
 from torchshard.planner.predict import in_messages, segment_numbers

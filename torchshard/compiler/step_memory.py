@@ -18,7 +18,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from torchshard.ir.graph import hint, is_float, is_view, is_weight, nbytes, placeholders, results_of, values
+from torchshard.ir.fake_values import hint, nbytes
+from torchshard.ir.graph import is_float, is_view, is_weight, placeholders, results_of, values
 from torchshard.ops import OPS, Begin, OpArgs, hashable, kernels, wait
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg

@@ -28,17 +28,10 @@ from torchshard.core.layouts import (
     parts_size,
 )
 from torchshard.core.mesh import Coordinate
-from torchshard.core.notation import (
-    MAX_PARTS,
-    AxisParts,
-    Choice,
-    Dim,
-    Local,
-    LocalFn,
-    Row,
-    Term,
-    dim_size,
-)
+from torchshard.core.rows import AxisParts, Choice, Dim, Local, LocalFn, Row, Term, dim_size
+
+MAX_PARTS = 64
+"""A merged dim is unsplittable if its split would need more parts than this."""
 
 
 def axis_groups(row: Row) -> list[tuple[str, ...]]:

@@ -22,92 +22,16 @@ size `4*s` becomes two factors, `s` and 4; the second splits like any other.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import sympy
 
 from torchshard.core.errors import RuleError
-from torchshard.core.layouts import (
-    EQUAL,
-    Layout,
-    Part,
-    Shard,
-    Size,
-    local_extent,
-    local_size,
-    ranges,
-)
-from torchshard.core.mesh import Coordinate
-
-Term = tuple[str, ...]
-"""A product of factors, major first; the empty product is a dim of size one."""
-Dim = tuple[Term, ...]
-"""A concatenation of terms; nearly always a single term."""
-AxisParts = Mapping[str, tuple[Part, ...]]
-"""The factors that are split together -> the parts that each is split into."""
-LocalFn = Callable[..., Any]
-"""A replacement, (local: Local, *args, **kwargs) -> result: run by a rank if a split changes the op.
-
-fx calls it with Proxies to record the rank's graph; eager collectives call it with tensors.
-"""
-
-MAX_PARTS = 64
-"""A merged dim is unsplittable if its split would need more parts than this."""
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """The factors of one op, bound to its global sizes.
-
-    Rows hash by identity (`eq=False`): `choices` is cached by row, and a row's mappings are
-    unhashable.
-    """
-
-    text: str
-    """The row's text as the rule wrote it, for messages."""
-    operands: tuple[tuple[Dim, ...], ...]
-    """The dims of each tensor operand, in the order of the op's arguments."""
-    results: tuple[tuple[Dim, ...], ...]
-    sizes: Mapping[str, Size]
-    """The size of each factor."""
-    unsplittable: frozenset[str] = frozenset()
-    """Factors that must not be split, written !a."""
-    equal: frozenset[str] = frozenset()
-    """Factors of dynamic size that may be split, into equal slices."""
-    options: RowOptions = field(default_factory=lambda: RowOptions())
-
-
-@dataclass(frozen=True)
-class RowOptions:
-    """The properties of an op that its factors do not express."""
-
-    linear: tuple[frozenset[int], ...] = ()
-    """Sets of operands in which the op is jointly linear: if one set is P and the rest R, results
-    are P."""
-    local: Mapping[str, LocalFn] = field(default_factory=dict)
-    """Factor -> replacement, if splitting the factor changes the local op; '*': any factor."""
-    reduced: frozenset[str] = frozenset()
-    """Factors that the replacement sums over: results without one are Invariant, not Partial."""
-    by_size: bool = False
-    """Whether the replacements read only sizes, not starts, so a factor may have several parts.
-
-    A replacement of '*' must always work with several parts, whatever this field says.
-    """
-    fills_ranks: bool = False
-    """Whether repeated parts must leave no rank empty: the op infers the full size from its slice."""
-    aligned: Mapping[str, int] = field(default_factory=dict)
-    """Factor -> a number that must divide each rank's size, because kernels read that many at once."""
-    mutates: frozenset[int] = frozenset()
-    """Operands that the op writes to, used as stored: a conversion would write to a copy."""
-    any_size: frozenset[str] = frozenset()
-    """Factors whose replacement works for any size, even a dynamic one; '*': all factors."""
-    together: frozenset[str] = frozenset()
-    """Factors that are split together or not at all."""
+from torchshard.core.layouts import Size
+from torchshard.core.rows import Dim, LocalFn, Row, RowOptions, Term, dim_size
 
 
 class _PlainKeywords(TypedDict, total=False):
@@ -145,95 +69,6 @@ def _row_options(
         together=frozenset(together),
         **others,
     )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One legal way to run one op."""
-
-    name: str
-    """'I', 'R', 'P', or the split factors: 'split n'."""
-    operands: tuple[Layout, ...]
-    """The layout that each tensor operand must have."""
-    results: tuple[Layout, ...]
-    """The layout of each result."""
-    axes: tuple[tuple[str, tuple[Part, ...]], ...] = ()
-    """The split factors with their parts."""
-
-    @property
-    def splits_dynamic(self) -> bool:
-        """Whether a factor of dynamic size is split, into equal slices."""
-        return any(parts == EQUAL for _, parts in self.axes)
-
-
-@dataclass(frozen=True)
-class Local:
-    """The row, choice and coordinate that a replacement may read on its rank."""
-
-    row: Row
-    choice: Choice
-    coordinate: Coordinate
-
-    @property
-    def rank(self) -> int:
-        """This rank's number."""
-        return self.coordinate.rank
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return self.coordinate.axis.size
-
-    @property
-    def group(self) -> str:
-        """The name under which collectives find the process group."""
-        return self.coordinate.group
-
-    def parts(self, axis: str) -> tuple[Part, ...] | None:
-        """Returns the parts that a factor is split into; None if it is not split."""
-        return dict(self.choice.axes).get(axis)
-
-    def size(self, axis: str) -> Size:
-        """Returns this rank's size of a factor."""
-        parts, size = self.parts(axis), self.row.sizes[axis]
-        if parts is None:
-            return size
-        return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)
-
-    def sizes(self, axis: str) -> list[int]:
-        """Returns each rank's size of a split factor of static size."""
-        return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
-
-    def start(self, axis: str) -> int:
-        """Returns the start of this rank's slice of a split factor of static size.
-
-        Raises:
-            RuleError: the factor is split into several parts, so a rank has several slices.
-        """
-        parts = self.parts(axis) or ()
-        if len(parts) != 1:
-            raise RuleError(f"axis {axis} has no single start", where=self.row.text, why=f"it is split as {parts}")
-        return ranges(parts, self.rank, self.world)[0][0]
-
-    def resize(self, sizes: Sequence[Size]) -> list[Size]:
-        """Returns this rank's sizes of the first result, from the global sizes among the arguments.
-
-        A dynamic size comes from the arguments: there it is an fx.Proxy, or -1 to be inferred.
-        """
-        layout, whole = self.choice.results[0], self.whole_shape()
-        local = [size if isinstance(size, int) else argument for size, argument in zip(whole, sizes, strict=True)]
-        if isinstance(layout, Shard):
-            size = local[layout.dim]
-            inferred = isinstance(size, int) and size == -1
-            local[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
-        return local
-
-    def whole_shape(self) -> list[Size]:
-        """Returns the global shape of the first result."""
-        return [dim_size(dim, self.row.sizes) for dim in self.row.results[0]]
-
-
-# --- parse -----------------------------------------------------------------------------------------------------------
 
 
 _TERM = r"(?:!?\w+|\((?:!?\w+(?: !?\w+)*)?\))"
@@ -430,8 +265,3 @@ def _check_dims(
             if missing:
                 raise RuleError(f"axis {missing[0]} has no size", where=text, attempt="pass it in sizes=")
             _check_size(f"dim ({'+'.join(map(' '.join, dim))})", dim_size(dim, known), size, text)
-
-
-def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:
-    """Returns the size of a dim from the sizes of its factors."""
-    return sum(math.prod(sizes[axis] for axis in term) for term in dim)

@@ -3,9 +3,10 @@
 Read the modules bottom-up: `memory` (communication within a machine), `group` (a rank's place and
 verification state), `call_site`, `handshake` (headers between ranks), `wire` (starts and waits),
 `consistency` (which calls are verified, and how), `facts` (what must be equal on all ranks),
-`kernels` (the data that a rank sends), `ops` (the operators of graphs). The user-facing modules
-build on these: `eager` (argument checks), `collectives`, `primitives`, `messages` and `objects`.
-`process_groups` creates groups, `launch` starts ranks.
+`kernels` (the data that a rank sends), `convert` (sends it), `ops` (the operators of graphs). The
+user-facing modules build on these: `eager` (argument checks), `collectives`, `primitives`,
+`messages` and `objects`. `world` is how processes find each other, `process_groups` creates groups
+among them, `launch` starts ranks.
 """
 
 from torch.distributed import ReduceOp
@@ -21,6 +22,7 @@ from torchshard.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
+from torchshard.distributed.consistency import debug
 from torchshard.distributed.group import (
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -45,7 +47,7 @@ from torchshard.distributed.primitives import (
     scatter_from,
     send,
 )
-from torchshard.distributed.process_groups import debug, destroy_process_group, init_process_group
+from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 from torchshard.distributed.wire import Handle
 
 __all__ = [

@@ -24,17 +24,21 @@ import ctypes
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.core.errors import first_line
+from torchshard.core.errors import InputError, first_line
 from torchshard.distributed.call_site import call_site, verified_site
-from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.group import CheckLevel, Group, own_group, registered_groups
 from torchshard.distributed.handshake import different_error, exchange, header, missing_error
 from torchshard.distributed.memory import call_of
 from torchshard.distributed.wire import begin, finish, note, settle
+
+if TYPE_CHECKING:
+    pass
 
 MAX_VERIFIED = 4096
 """The maximum number of keys to remember."""
@@ -232,3 +236,39 @@ def gather_padded(group: Group, call: str, data: bytes) -> Tensor:
 def memory_of(tensor: Tensor) -> bytes:
     """Returns the bytes of a contiguous CPU tensor."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize) if tensor.numel() else b""
+
+
+# --- the level --------------------------------------------------------------------------------------------------------
+
+
+_LEVELS = {True: CheckLevel.ALL, None: CheckLevel.NEW, False: CheckLevel.OFF}
+
+
+def debug(on: bool | None = True) -> None:
+    """Sets the calls that ranks verify before they communicate; a mismatch raises on every rank.
+
+    Within a group, all ranks must call it. It applies until the group is destroyed; before
+    `init_process_group`, it sets the initial level of this process's groups.
+
+    Args:
+        on: True: each call, each collective node of a graph, and each step of a backward, at the
+            cost of a message to each rank, and also the calling line (calls that send the same
+            data in another order are different calls); None (the default level): each call of a
+            sharded model, and eager calls: each with gloo, each new signature with NCCL; False:
+            only calls that exchange sizes.
+
+    Raises:
+        DistributedError: not all ranks of the group call it.
+        InputError: `on` is not one of the three.
+    """
+    if on is not None and not isinstance(on, bool):
+        raise InputError(
+            f"{on!r} does not say which calls to verify",
+            where="debug(on)",
+            attempt="debug(True), debug(None) or debug(False)",
+        )
+    group = own_group()
+    verify_call(group, lambda: f"debug({on})")
+    for each in registered_groups() or [group]:
+        each.handshake.forget()
+        each.handshake.level = _LEVELS[on]

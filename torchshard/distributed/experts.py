@@ -22,8 +22,9 @@ from torch._ops import OpOverload
 
 from torchshard.core.layouts import type_text
 from torchshard.distributed.consistency import note_unverified, running_call, verify_following_call
+from torchshard.distributed.convert import begun, refuse_simulated
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.kernels import Exchange, begun, dense, refuse_simulated
+from torchshard.distributed.kernels import Exchange, dense
 from torchshard.ops import COMBINE, DISPATCH, experts_of_ranks
 from torchshard.ops.declared import LIBRARY, Size
 

@@ -1,8 +1,7 @@
 """Runs one rank's part of each conversion: its sent and received data, and its computation.
 
 A kernel returns the result, or an `Exchange`: the data to send, and a function from received data
-to the result. An exchange runs through torch.distributed (`start`), or through the functional
-collectives that compilers know (`functional`).
+to the result. `distributed.convert` runs kernels and their exchanges.
 
 Backends send contiguous memory in pieces of equal size. Therefore a kernel makes its tensor
 contiguous, pads uneven slices to the largest, and cuts the received ones; every rank knows all
@@ -14,136 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.core.errors import DistributedError
-from torchshard.core.layouts import (
-    I,
-    Layout,
-    Shard,
-    join,
-    local_size,
-    parts_of,
-    ranges,
-    split,
-    type_text,
-    whole_shape,
-    with_parts,
-)
-from torchshard.distributed.consistency import announces, note_unverified, verify_following_call
+from torchshard.core.layouts import I, Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
+from torchshard.distributed.consistency import note_unverified, verify_following_call
 from torchshard.distributed.group import Group
-from torchshard.distributed.memory import Call, ReduceKind, call_of, op_text
-from torchshard.distributed.wire import Pending, collective, note
-
-
-def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
-    """Runs one conversion on this rank and waits."""
-    return start(kernel, x, source, target, group, of).wait()
-
-
-def gathered(x: Tensor, shard: Shard, shape: Sequence[int], group: Group) -> Tensor:
-    """Gathers the full tensor of global `shape` from all ranks' slices."""
-    return convert("all_gather", x, Shard(shard.dim, parts_of(shape[shard.dim], shard)), I, group)
-
-
-def refuse_simulated(group: Group) -> None:
-    """Checks that a group has processes.
-
-    Raises:
-        DistributedError: the group is simulated.
-    """
-    if group.simulated:
-        raise DistributedError(
-            "a graph that was made for simulated ranks can't communicate",
-            where=f"rank {group.rank} of {group.size}",
-            attempt="run it with torchshard.check, or shard the model in a process group",
-        )
-
-
-def start(
-    kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "", *, eager: bool = False
-) -> Pending:
-    """Starts one conversion on this rank.
-
-    Args:
-        of: the call site of the forward conversion, if this is a gradient.
-        eager: whether this is the gradient of an eager call.
-
-    Raises:
-        DistributedError: the group is simulated, or the ranks' calls differ.
-    """
-    refuse_simulated(group)
-    source, target = with_parts(source, target, x.shape, group.size)
-    if not announces(group):
-        device = x.device if eager else None
-        verify_following_call(group, lambda: _signature(kernel, x.dtype, x.shape, source, target), of, eager=device)
-    made = KERNELS[kernel](x, source, target, group)
-    if isinstance(made, Tensor):
-        return Pending(lambda: made)
-    if group.memory is not None:
-        note(group, _announced(kernel, x.dtype, x.shape, source, target))
-    return begun(made, group)
-
-
-def own_part(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
-    """Runs a conversion's kernel: returns the result, or an exchange that computes it."""
-    source, target = with_parts(source, target, x.shape, group.size)
-    return KERNELS[kernel](x, source, target, group)
-
-
-def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
-    """Starts one conversion through PyTorch's functional collectives, without verification.
-
-    Returns:
-        the tensor for `wait_tensor`, and the function from its result to the conversion's result.
-    """
-    in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional collective copies its input
-    made = own_part(in_place, x, source, target, group)
-    if isinstance(made, Tensor):
-        return made, lambda received: received
-    # `_c10d_functional`: compilers know these operators, which have no public namespace (PyTorch 2.13.0).
-    op = getattr(torch.ops._c10d_functional, _FUNCTIONAL[made.collective])
-    sent, dtype, name = made.sent, made.sent.dtype, _group_name(group)
-    if made.collective == "all_reduce":
-        return op(sent, "sum", name), made.result
-    if made.collective == "reduce_scatter_single":
-        return op(sent, "sum", group.size, name), made.result
-    more = (group.size,) if made.lengths is None else made.lengths
-    return op(as_sent(sent), *more, name), lambda received: made.result(_of_dtype(received, dtype))
-
-
-def functional_max(x: Tensor, group: Group) -> Tensor:
-    """Starts the elementwise maximum over the ranks through PyTorch's functional collectives."""
-    if group.size == 1:
-        return copied(x)
-    # `_c10d_functional`: an operator, so a compiler's graph can have it (PyTorch 2.13.0).
-    result: Tensor = torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
-    return result
-
-
-def _group_name(group: Group) -> str:
-    return group.name if group.process_group is None else group.process_group.group_name
-
-
-def _of_dtype(received: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns received data in its own dtype instead of the one of `as_sent`."""
-    return received if received.dtype is dtype else received.view(dtype)
-
-
-def _signature(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layout, target: Layout) -> str:
-    """Returns a conversion's text with the global shape, which is equal on all ranks."""
-    what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
-    return f"{what}, {source} -> {target}, of {type_text(dtype, whole_shape(shape, source))}"
-
-
-@lru_cache(maxsize=4096)
-def _announced(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layout, target: Layout) -> Call:
-    return call_of(_signature(kernel, dtype, shape, source, target))
+from torchshard.distributed.memory import ReduceKind, op_text
+from torchshard.distributed.wire import Pending, collective
 
 
 def copied(x: Tensor) -> Tensor:
@@ -174,26 +55,6 @@ class Exchange(NamedTuple):
         if self.collective == "reduce_scatter_single":
             return self.sent.new_empty(first // ranks, *rest)
         return self.sent.new_empty(first * ranks if self.lengths is None else sum(self.lengths[0]), *rest)
-
-
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce",
-    "all_gather_single": "all_gather_into_tensor",
-    "reduce_scatter_single": "reduce_scatter_tensor",
-    "all_to_all_single": "all_to_all_single",
-}
-"""A torch.distributed function -> its functional operator."""
-
-
-def begun(exchange: Exchange, group: Group) -> Pending:
-    """Starts a collective of torch.distributed."""
-    sent, received = exchange.sent, exchange.received(group.size)
-    result, fn = partial(exchange.result, received), getattr(dist, exchange.collective)
-    if exchange.collective == "all_reduce":
-        return Pending.of(result, group, fn, sent)
-    if exchange.collective == "reduce_scatter_single":
-        return Pending.of(result, group, fn, received, sent)
-    return Pending.of(result, group, fn, as_sent(received), as_sent(sent), *(exchange.lengths or ()))
 
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:

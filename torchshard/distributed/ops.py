@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from torchshard.core.conversions import TABLE, Conversion
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
+from torchshard.distributed.convert import functional, functional_max, own_part, start
 from torchshard.distributed.experts import register_experts
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.kernels import functional, functional_max, own_part, reduced, start
+from torchshard.distributed.kernels import reduced
 from torchshard.distributed.process_groups import cpu_backend
 from torchshard.distributed.wire import Handle
 from torchshard.ops import OPS, SENDING, Kernels, Op, OpArgs, hashable, layouts_of, register_kernels

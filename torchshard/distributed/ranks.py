@@ -15,9 +15,10 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis, Place
 from torchshard.core.sharding import Cuts, Sharding, local_shape
 from torchshard.distributed.consistency import SAME_CALL, gather_bytes
+from torchshard.distributed.convert import gathered
 from torchshard.distributed.facts import Facts, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
-from torchshard.distributed.kernels import gathered, reduced
+from torchshard.distributed.kernels import reduced
 from torchshard.distributed.memory import ReduceKind
 from torchshard.distributed.process_groups import init_process_group
 

@@ -28,7 +28,8 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from torchshard.core.fakes import new_fake_mode
 from torchshard.core.types import is_of, texts
-from torchshard.ir.graph import empty_module, fake_mode
+from torchshard.ir.editing import empty_module
+from torchshard.ir.graph import fake_mode
 
 META = {
     "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,

@@ -17,7 +17,8 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE, ConversionStep
 from torchshard.core.layouts import Shard
-from torchshard.ir.graph import before_casts, is_weight, operands, size_expr
+from torchshard.ir.fake_values import size_expr
+from torchshard.ir.graph import before_casts, is_weight, operands
 from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""Reads and edits `fx.GraphModule`, the graph type of all passes. Facts about a node are meta keys:
+"""Reads `fx.GraphModule`, the graph type of all passes. Facts about a node are meta keys:
 
 val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the local one
 kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name;
@@ -9,7 +9,7 @@ autocast     of an op: the autocast state of its call, until the casts are expli
 global_shapes   the global shape of each result, set by `localize`, which makes 'val' local
 inside       of a node of a replacement: the op that it is a part of
 layouts      one Layout per result; of the output, one per result of the graph, if some are split
-choice, row  of an op: the planned notation.Choice, and the Row that allows it
+choice, row  of an op: the planned rows.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: its consumers
 recompute    of an op: the region that backward recomputes instead of saving its values
@@ -35,32 +35,25 @@ segments with a recorded backward (see `passes.record`).
 
 from __future__ import annotations
 
-import copy
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
-from typing import Any, TypeGuard, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeGuard
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
-
-# Lets ops run their Python decompositions on dynamic sizes, as export does (PyTorch 2.13.0).
-from torch._dispatch.python import enable_python_dispatcher
+from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import Argument, Target, map_aggregate
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import Target
 
-from torchshard.core.autocast import autocasting
-from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.notation import Choice, Row
+from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.whole import WholeCall
+from torchshard.ir.fake_values import Mode, Size, plain_shape, size_expr
 from torchshard.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
 from torchshard.rules.pointwise import CASTS
@@ -70,11 +63,6 @@ ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin"
 OF_EARLIER_AXES = ("earlier", "whole_shapes")
 """Facts about a value that its conversions inherit."""
 _COPY = torch.ops.torchshard.copy.default
-Size = int | torch.SymInt
-"""A size in the shape of a fake tensor."""
-Mode = FakeTensorMode | nullcontext[None]
-"""The fake mode of a graph's values; a null context for a graph without tensors."""
-T = TypeVar("T")
 
 
 def op_name(node: fx.Node) -> str:
@@ -83,14 +71,6 @@ def op_name(node: fx.Node) -> str:
     if schema is not None:
         return str(schema.name.split("::")[1])
     return str(getattr(node.target, "__name__", node.target))
-
-
-def size_expr(size: Size | sympy.Expr) -> int | sympy.Expr:
-    """Returns a size as an int, or as a sympy expression if it is dynamic."""
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr if isinstance(size, torch.SymInt) else size
-    return int(expr) if isinstance(expr, sympy.Integer) else expr
 
 
 def tensor_type(value: Tensor) -> TensorType:
@@ -318,67 +298,6 @@ def whole_shapes(node: fx.Node) -> Sequence[Sequence[Size] | None]:
     return known or [v.shape if isinstance(v, Tensor) else None for v in values(node)]
 
 
-def plain_shape(value: Tensor) -> tuple[int, ...]:
-    """Returns a fake tensor's shape: ints for static sizes, SymInts for dynamic ones.
-
-    PyTorch's type hints call a SymInt an int too.
-    """
-    # A SymInt whose expression is constant is a static size.
-    exprs = [size_expr(size) for size in value.shape]
-    return tuple(e if isinstance(e, int) else size for e, size in zip(exprs, value.shape, strict=True))
-
-
-def hint(size: Size) -> int:
-    """Returns a size as a number: the example inputs', or 1 if it depends on tensors' values.
-
-    Within `sizes_as`, the sizes given there replace the example inputs'.
-    """
-    if isinstance(size, int):
-        return size
-    others = _other_sizes.get()
-    if others is not None:
-        number = size.node.expr.xreplace(others)
-        if not number.is_Integer:
-            number = number.xreplace(_parts_of(others, size.node.shape_env))
-        if not number.is_Integer:  # the rest of the product has the example inputs' sizes
-            number = number.xreplace(size.node.shape_env.backed_var_to_val)
-        if number.is_Integer:
-            return int(number)
-    return 1 if size.node.hint is None else int(size.node.hint)
-
-
-def _parts_of(sizes: Mapping[sympy.Symbol, sympy.Integer], env: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
-    """Returns the local sizes of symbols that `localize` found to be multiples of a local size."""
-    parts = ((env.replace(symbol).as_coeff_Mul(), size) for symbol, size in sizes.items())
-    return {part: size / ranks for (ranks, part), size in parts}
-
-
-_other_sizes: ContextVar[Mapping[sympy.Symbol, sympy.Integer] | None] = ContextVar("other sizes", default=None)
-
-
-@contextmanager
-def sizes_as(sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
-    """Within the block, `hint` and `nbytes` use these sizes instead of the example inputs'."""
-    token = _other_sizes.set({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
-    try:
-        yield
-    finally:
-        _other_sizes.reset(token)
-
-
-def other_sizes() -> dict[sympy.Symbol, int]:
-    """Returns the sizes of the enclosing `sizes_as`; {} outside of one."""
-    return {symbol: int(size) for symbol, size in (_other_sizes.get() or {}).items()}
-
-
-def nbytes(value: Tensor) -> int:
-    """Returns the bytes of an unsharded value, with the sizes of the example inputs."""
-    total = value.dtype.itemsize
-    for size in value.shape:
-        total *= hint(size)
-    return total
-
-
 def uses_rng(node: fx.Node) -> bool:
     """Returns whether an op draws random numbers with these arguments."""
     return is_tensor_op(node) and is_random(node.target) and bound_args(node).get("dropout_p", 1.0) > 0
@@ -398,21 +317,6 @@ def reads_memory(node: fx.Node) -> bool:
     target = node.target
     is_foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "torchshard")
     return is_tensor_op(node) and (isinstance(target, WholeCall) or is_foreign or target in _OF_MEMORY)
-
-
-def drop_dead_code(module: fx.GraphModule) -> bool:
-    """Removes ops with unused results; returns whether it removed any.
-
-    Never removes a collective: its result may be unused here, but other ranks would wait for it.
-    Placeholders stay, because they are the graph's signature, and ops that write.
-    """
-    return bool(module.graph.eliminate_dead_code(_is_kept))
-
-
-def _is_kept(node: fx.Node) -> bool:
-    if node.op != "call_function":
-        return node.op == "placeholder" or bool(node.is_impure())
-    return is_collective(node.target) or node.is_impure() or writes(node)
 
 
 def writes(node: fx.Node) -> bool:
@@ -452,69 +356,9 @@ def _may_write_to(state: fx.Node, user: fx.Node) -> bool:
     return state.meta["kind"] == "buffer" and writes(user)
 
 
-def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
-    """Sets meta['needs_grad']: whether a gradient flows through a value to a parameter or input.
-
-    Args:
-        trainable: the paths of the parameters and inputs that require gradients.
-    """
-    # First forward, from the parameters and inputs, then backward, from the results: both must reach a value.
-    names, reached = set(trainable), dict[fx.Node, bool]()
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            reached[node] = node.meta["path"] in names
-        elif node.op == "call_function":
-            passes_gradients = node.target is not torch.ops.aten.detach.default and any(map(is_float, values(node)))
-            reached[node] = passes_gradients and any(reached[n] for n in node.all_input_nodes)
-    for node in reversed(module.graph.nodes):
-        if node.op != "output":
-            node.meta["needs_grad"] = reached[node] and any(
-                user.op == "output" or user.meta["needs_grad"] for user in node.users
-            )
-
-
 def is_float(value: object) -> TypeGuard[Tensor]:
     """Returns whether a value is a floating or complex tensor: one that may have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def record(
-    graph: fx.Graph, function: Callable[..., Any], args: Iterable[Argument], kwargs: Mapping[str, Argument]
-) -> Any:
-    """Traces a function into a graph, appending its ops; node arguments become Proxies."""
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-
-    def proxy(node: fx.Node) -> Argument:
-        # fx's types don't list Proxy among arguments, but `map_arg` accepts it like any other value
-        return cast(Argument, fx.Proxy(node, tracer))
-
-    args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), proxy)
-    return function(*args, **kwargs)
-
-
-def record_local(
-    graph: fx.Graph,
-    node: fx.Node,
-    function: Callable[..., Any],
-    args: Iterable[Argument],
-    kwargs: Mapping[str, Argument],
-) -> Any:
-    """Traces a rule's local function into a graph, in place of a node's op.
-
-    Raises:
-        RuleError: the function, which may be the user's own, fails.
-    """
-    try:
-        return record(graph, function, args, kwargs)
-    except ShardError:
-        raise
-    except Exception as error:
-        raise RuleError(
-            f"the local function of the rule of {node.target} fails",
-            where=where(node),
-            why=in_short(error),
-            attempt="a function of a Local, and then of all that the op takes",
-        ) from error
 
 
 def fake_mode(graph: fx.Graph) -> Mode:
@@ -526,106 +370,7 @@ def fake_mode(graph: fx.Graph) -> Mode:
     return nullcontext()
 
 
-def guards(mode: Mode) -> list[sympy.Basic]:
-    """Returns the guards that PyTorch has added on the dynamic sizes of a fake mode, in order."""
-    shape_env = getattr(mode, "shape_env", None)
-    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
-
-
-def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
-    """Returns whether PyTorch added guards that don't restate a known one in local sizes."""
-    added = guards(mode)[len(known) :]
-    if not added:
-        return False
-    restated = {_reduced(mode.shape_env.replace(guard)) for guard in known}  # type: ignore[union-attr]
-    return not {_reduced(guard) for guard in added} <= restated
-
-
-def _reduced(guard: sympy.Basic) -> sympy.Basic:
-    """Divides an equation by its terms' common integer, so 4 a = 4 b and a = b compare equal."""
-    if not isinstance(guard, sympy.Eq):
-        return guard
-    _, primitive = sympy.expand(guard.lhs - guard.rhs).as_content_primitive()
-    return -primitive if primitive.could_extract_minus_sign() else primitive
-
-
-@contextmanager
-def faking(mode: Mode) -> Iterator[None]:
-    """Runs the ops in the block on fake values, with symbolic sizes too, as `torch.export` does.
-
-    Autocast is off, because graphs run without: their casts are explicit.
-    """
-    with mode, enable_python_dispatcher(), torch.no_grad(), autocasting(()):
-        yield
-
-
-def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> object:
-    """Returns the result of an op on the fake values of its arguments."""
-
-    def fake(node: fx.Node) -> Argument:
-        value: Argument = node.meta["val"]
-        return value
-
-    assert callable(target)
-    with faking(mode):
-        return target(*fx.map_arg(args, fake), **fx.map_arg(kwargs, fake))
-
-
-def in_numbers(value: T) -> T:
-    """Replaces dynamic sizes by those of the example inputs; tensors are replaced by new ones."""
-    return cast(T, map_aggregate(cast(Any, value), _in_numbers))
-
-
-def _in_numbers(value: Argument) -> Argument:
-    if isinstance(value, torch.SymInt):
-        return hint(value)
-    if not isinstance(value, Tensor):
-        return value
-    sizes = [hint(size) for size in value.shape]
-    if value.layout != torch.strided:
-        return torch.empty(sizes, dtype=value.dtype, layout=value.layout, device=value.device)
-    strides = [hint(stride) for stride in value.stride()]
-    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-
-
-def emit(
-    module: fx.GraphModule, target: Target, args: tuple[Argument, ...], like: fx.Node, **kwargs: Argument
-) -> fx.Node:
-    """Inserts an op at the insertion point, with its fake value and `like`'s `ORIGIN` facts."""
-    assert callable(target)
-    node = module.graph.call_function(target, args, kwargs)
-    node.meta = {k: like.meta[k] for k in ORIGIN if k in like.meta}
-    node.meta["val"] = fake_value(fake_mode(module.graph), target, args, kwargs)
-    return node
-
-
 def where(node: fx.Node) -> str:
     """Returns a node's description for errors: 'node add, module blocks.0, mlp.py:12'."""
     parts = [f"node {node.name}", node.meta.get("module") and f"module {node.meta['module']}", node.meta.get("source")]
     return ", ".join(p for p in parts if p)
-
-
-def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph, which needs `recompile()` to be called; fake values are shared."""
-    result = empty_module(module.meta)
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        copies[node] = result.graph.node_copy(node, lambda n: copies[n])
-        copies[node].meta = copy.copy(node.meta)
-    return result
-
-
-def empty_module(meta: Mapping[str, Any]) -> fx.GraphModule:
-    """Returns a module with an empty graph.
-
-    Call `recompile()` before calling it. Most graphs are only read or run node by node, and
-    generating code takes longer than adding the nodes.
-    """
-    module = fx.GraphModule(nn.Module(), fx.Graph())
-    module.meta = dict(meta)
-    return module
-
-
-def name_after(node: fx.Node, name: str) -> None:
-    """Names a new node, with a number appended if another node has the name."""
-    node._rename(name)

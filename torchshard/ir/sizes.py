@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from torchshard.core.layouts import dtype_text
 from torchshard.core.sharding import UNSHARDED, Sharding, split_text
-from torchshard.ir.graph import Size, carried_inputs, hint, is_tensor, placeholders, size_expr
+from torchshard.ir.fake_values import Size, hint, size_expr
+from torchshard.ir.graph import carried_inputs, is_tensor, placeholders
 
 WORDS = ("batch", "length")
 """The first dim of a call's tensors, and later dims; a second size of one kind is `length_2`."""

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torchshard.core.choices import choices, replacement_on
 from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
-from torchshard.core.notation import Choice, Row
+from torchshard.core.rows import Choice, Row
 from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct

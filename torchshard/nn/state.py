@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.layouts import I, Shard, split, whole_shape
+from torchshard.distributed.convert import convert
 from torchshard.distributed.group import own_group
-from torchshard.distributed.kernels import convert
 from torchshard.nn.modules import Sliced
 from torchshard.runtime.state_dicts import check_full_state
 

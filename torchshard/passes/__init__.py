@@ -31,7 +31,7 @@ from functools import partial
 from torch import fx
 
 from torchshard.core.mesh import Coordinate
-from torchshard.ir.graph import duplicate
+from torchshard.ir.editing import duplicate
 from torchshard.passes.annotate import annotate
 from torchshard.passes.bucket import bucket
 from torchshard.passes.carry import carry, with_whole_results

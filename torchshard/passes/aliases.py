@@ -20,7 +20,8 @@ from torch.fx.node import Target
 from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.custom_ops.with_value import WITH_VALUE
-from torchshard.ir.graph import bound_args, emit, is_float, is_inplace, is_tensor, where
+from torchshard.ir.editing import emit
+from torchshard.ir.graph import bound_args, is_float, is_inplace, is_tensor, where
 from torchshard.passes.nodes import read_sizes
 
 aten = torch.ops.aten

@@ -30,7 +30,8 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from torchshard.ir.buckets import Bucket, bucket_of
-from torchshard.ir.graph import emit, global_shape
+from torchshard.ir.editing import emit
+from torchshard.ir.graph import global_shape
 from torchshard.passes.nodes import int_list_arg, node_arg, operator_of, replace_node, upstream
 
 aten = torch.ops.aten

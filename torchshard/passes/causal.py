@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import bound_args, size_expr
+from torchshard.ir.fake_values import size_expr
+from torchshard.ir.graph import bound_args
 from torchshard.passes.nodes import call_target
 
 aten = torch.ops.aten

@@ -28,7 +28,9 @@ from torch.fx.node import Argument
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.custom_ops.recurrent import RECURRENCES, states_of
-from torchshard.ir.graph import ORIGIN, drop_dead_code, fake_mode, fake_value, faking, is_float, name_after, op_name
+from torchshard.ir.editing import drop_dead_code, name_after
+from torchshard.ir.fake_values import fake_value, faking
+from torchshard.ir.graph import ORIGIN, fake_mode, is_float, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import int_arg
 from torchshard.rules import has_rule, is_random

@@ -28,7 +28,8 @@ from torch import fx
 from torchshard.core.layouts import Layout, dual
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.ir.graph import empty_module, is_float, op_name, placeholders, results_of
+from torchshard.ir.editing import empty_module
+from torchshard.ir.graph import is_float, op_name, placeholders, results_of
 from torchshard.passes.record import Gradients, Recording, recorded
 from torchshard.passes.segments import Segment, layers
 

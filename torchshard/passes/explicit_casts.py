@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import Mode, emit, fake_mode, faking, where
+from torchshard.ir.editing import emit
+from torchshard.ir.fake_values import Mode, faking
+from torchshard.ir.graph import fake_mode, where
 from torchshard.passes.decompose import inline_op
 from torchshard.passes.nodes import call_target
 

@@ -33,7 +33,9 @@ from torchshard.core.overloads import functional_overload
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
-from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor, writes
+from torchshard.ir.editing import emit
+from torchshard.ir.fake_values import faking
+from torchshard.ir.graph import bound_args, fake_mode, is_inplace, is_tensor, writes
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
 from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of, read_by
 

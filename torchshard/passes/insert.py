@@ -19,16 +19,9 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
+from torchshard.ir.editing import name_after
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
-from torchshard.ir.graph import (
-    OF_EARLIER_AXES,
-    consumers,
-    global_shape,
-    is_carried,
-    is_tensor,
-    name_after,
-    required_layouts,
-)
+from torchshard.ir.graph import OF_EARLIER_AXES, consumers, global_shape, is_carried, is_tensor, required_layouts
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:

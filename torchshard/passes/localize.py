@@ -21,19 +21,9 @@ from torchshard.core.choices import replacement_on
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.ir.graph import (
-    ORIGIN,
-    drop_dead_code,
-    emit,
-    fake_mode,
-    is_own_collective,
-    is_tensor,
-    multiples_of,
-    plain_shape,
-    reads_memory,
-    record_local,
-    values,
-)
+from torchshard.ir.editing import drop_dead_code, emit, record_local
+from torchshard.ir.fake_values import plain_shape
+from torchshard.ir.graph import ORIGIN, fake_mode, is_own_collective, is_tensor, multiples_of, reads_memory, values
 from torchshard.ops import OPS
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate

@@ -23,7 +23,9 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchshard.core.conversions import source_and_target
-from torchshard.ir.graph import fake_mode, faking, name_after, placeholders, results_of
+from torchshard.ir.editing import name_after
+from torchshard.ir.fake_values import faking
+from torchshard.ir.graph import fake_mode, placeholders, results_of
 from torchshard.ops import OPS, Begin, communicates, is_collective, kernels
 from torchshard.passes.nodes import node_arg, replace_node
 from torchshard.passes.segment_keys import value_type

@@ -14,7 +14,8 @@ from torch._ops import OpOverload
 
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.ir.axes import axes_of, layouts_of
-from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, mark_needs_grad, placeholders
+from torchshard.ir.editing import duplicate, mark_needs_grad
+from torchshard.ir.graph import is_own_collective, is_tensor, placeholders
 
 aten = torch.ops.aten
 OF_AXIS = ("layouts", "choice", "row", "global_shapes", "gathered_once", "own_order", "counts_all", "at_experts")

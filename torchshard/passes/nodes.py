@@ -18,7 +18,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
-from torchshard.ir.graph import emit, is_view
+from torchshard.ir.editing import emit
+from torchshard.ir.graph import is_view
 
 aten = torch.ops.aten
 
@@ -132,3 +133,12 @@ def replace_node(node: fx.Node, replacement: fx.Node) -> None:
     node.replace_all_uses_with(replacement)
     node.graph.erase_node(node)
     replacement.name = name
+
+
+def named_as(node: fx.Node, replacement: fx.Node) -> fx.Node:
+    """The replacement, with the name and the metadata of the node that it replaces."""
+    name = node.name
+    node.name = f"{name}_old"  # frees the name; the node is erased soon after
+    replacement.name = name
+    replacement.meta.update({k: v for k, v in node.meta.items() if k not in replacement.meta})
+    return replacement

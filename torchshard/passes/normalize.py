@@ -20,33 +20,23 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import cast
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import (
-    bound_args,
-    drop_dead_code,
-    emit,
-    hint,
-    is_tensor,
-    name_after,
-    op_name,
-    reads_memory,
-    values,
-    where,
-)
+from torchshard.ir.editing import drop_dead_code, emit, name_after
+from torchshard.ir.graph import bound_args, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
-from torchshard.passes.nodes import int_arg, node_arg, operator_of, read_sizes
+from torchshard.passes.memory_order import by_index, from_memory, note_memory_orders, order_in_memory
+from torchshard.passes.nodes import int_arg, named_as, node_arg, operator_of, read_sizes
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.random import BY_ELEMENT
 
@@ -76,8 +66,8 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= functionalize(module)
     changed |= decompose(module)  # again: in-place ops could not be decomposed before
     changed |= _replace(module, _REWRITES)
-    changed |= _note_memory_orders(module)
-    changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
+    changed |= note_memory_orders(module)
+    changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
     changed |= chain_cats(module)
     changed |= restore_causal(module)
@@ -171,7 +161,7 @@ def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         if not isinstance(size, int):
             return None
         start += size
-    return _named(node, emit(module, aten.slice.Tensor, (x, dim, start, start + length), node))
+    return named_as(node, emit(module, aten.slice.Tensor, (x, dim, start, start + length), node))
 
 
 def _drop_asserts(module: fx.GraphModule) -> bool:
@@ -181,15 +171,6 @@ def _drop_asserts(module: fx.GraphModule) -> bool:
     for node in [*asserts, *(number for size in sizes for number in size.users), *sizes]:
         module.graph.erase_node(node)
     return bool(asserts or sizes)
-
-
-def _named(node: fx.Node, replacement: fx.Node) -> fx.Node:
-    """The replacement, with the name and the metadata of the node that it replaces."""
-    name = node.name
-    node.name = f"{name}_old"  # frees the name; the node is erased soon after
-    replacement.name = name
-    replacement.meta.update({k: v for k, v in node.meta.items() if k not in replacement.meta})
-    return replacement
 
 
 def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -202,7 +183,7 @@ def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         same = all(_equal(x, y) for x, y in zip(a.shape, b.shape, strict=True))
         return source if same and bound_args(node).get("step", 1) == 1 else None
     same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    same = same and _memory_order(a) == _memory_order(b)
+    same = same and order_in_memory(a) == order_in_memory(b)
     return source if same and not bound_args(node).get("copy") else None
 
 
@@ -230,7 +211,7 @@ def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     if node.target is not aten.linear.default:
         space = len(args["weight"].meta["val"].shape) - 2
         bias = emit(module, aten.view.default, (bias, [-1] + [1] * space), node)
-    return _named(node, emit(module, aten.add.Tensor, (product, bias), node))
+    return named_as(node, emit(module, aten.add.Tensor, (product, bias), node))
 
 
 _PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
@@ -249,11 +230,11 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     if args["alpha"] != 1:
         product = emit(module, aten.mul.Tensor, (product, args["alpha"]), node)
     if args["beta"] == 0:
-        return _named(node, product)  # without 0 * c: PyTorch ignores c here, even if it contains NaN
+        return named_as(node, product)  # without 0 * c: PyTorch ignores c here, even if it contains NaN
     added = args["self"]
     if args["beta"] != 1:
         added = emit(module, aten.mul.Tensor, (added, args["beta"]), node)
-    return _named(node, emit(module, aten.add.Tensor, (product, added), node))
+    return named_as(node, emit(module, aten.add.Tensor, (product, added), node))
 
 
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -261,7 +242,7 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     args, val = bound_args(node), node.meta["val"]
     target, fill = _NEW[operator_of(node)]
     extra = (args["fill_value"],) if fill else ()
-    return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
+    return named_as(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
 
 
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -269,7 +250,7 @@ def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     args, val, sizes = bound_args(node), node.meta["val"], read_sizes(module, node_arg(node), node)
     target, bound_names = _DRAWS[operator_of(node)]
     bounds = (args[name] if name else 0 for name in bound_names)
-    return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
+    return named_as(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
 
 
 _DRAWS: dict[OpOverload[..., object], tuple[OpOverload[..., object], tuple[str, ...]]] = {
@@ -288,78 +269,6 @@ _NEW: dict[OpOverload[..., object], tuple[OpOverload[..., object], bool]] = {
 """Op -> (the op that creates the tensor from sizes, whether it takes a fill value)."""
 
 
-def _by_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Draws random numbers in the order of indices. PyTorch draws in the order of memory, which collectives change.
-
-    For a value that is transposed in memory, the draw moves before the transposition:
-    `dropout(x)` is `permute(dropout(permute(x)))`, and the inner `permute` is contiguous.
-    """
-    order = _memory_order(node.meta["val"])
-    kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
-    if order == list(range(len(order))) and kwargs == dict(node.kwargs):
-        return None
-    in_order = emit(module, aten.permute.default, (node_arg(node), order), node)
-    drawn = emit(module, node.target, (in_order, *node.args[1:]), node, **kwargs)
-    inverse = [order.index(d) for d in range(len(order))]
-    return _named(node, emit(module, aten.permute.default, (drawn, inverse), node))
-
-
-def _memory_order(value: Tensor) -> list[int]:
-    """The dims from the outermost in memory to the innermost, in a new tensor like this one."""
-    # `empty_like` decides, because it drops gaps and overlaps, as the results of ops do
-    with getattr(value, "fake_mode", nullcontext()):
-        strides = [hint(stride) for stride in torch.empty_like(value).stride()]
-    # dims of size 1 stay in place: their strides are arbitrary
-    longer = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
-    ordered = iter(sorted(longer, key=lambda d: -strides[d]))
-    return [next(ordered) if d in longer else d for d in range(value.ndim)]
-
-
-def _note_memory_orders(module: fx.GraphModule) -> bool:
-    """Records the memory order of operands for ops that may read memory; `localize` uses it."""
-    for node in filter(reads_memory, module.graph.nodes):
-        operands = [n for n in node.all_input_nodes if is_tensor(n) and n.meta["val"].layout == torch.strided]
-        orders = {node.all_input_nodes.index(n): _memory_order(n.meta["val"]) for n in operands}
-        node.meta["memory_orders"] = {i: order for i, order in orders.items() if order != list(range(len(order)))}
-    return False
-
-
-def _from_memory(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """Reads the memory of x through a flat, contiguous tensor.
-
-    `as_strided(x, [3, 4], [2, 1], 3)` reads `flat = x.permute(1, 0).flatten()[3:]`.
-
-    Raises:
-        CaptureError: the memory of x has gaps.
-    """
-    args = bound_args(node)
-    x, size, stride = args["self"], args["size"], args["stride"]
-    value, order = x.meta["val"], _memory_order(x.meta["val"])
-    if not _is_dense(value, order):
-        raise CaptureError(
-            "the model reads the memory between the elements of a tensor",
-            where=where(node),
-            why=f"it has strides {tuple(map(hint, value.stride()))} and shape {tuple(map(hint, value.shape))}",
-            attempt=f"{op_name(node)} of x.contiguous()",
-        )
-    start = 0 if args["storage_offset"] is None else args["storage_offset"] - value.storage_offset()
-    flat = emit(module, aten.reshape.default, (emit(module, aten.permute.default, (x, order), node), [-1]), node)
-    if start:
-        flat = emit(module, aten.slice.Tensor, (flat, 0, start), node)
-    return _named(node, emit(module, aten.as_strided.default, (flat, size, stride), node))
-
-
-def _is_dense(value: Tensor, order: Sequence[int]) -> bool:
-    """Whether a tensor is free of gaps and overlaps in memory, with its dims in this order."""
-    expected = 1
-    for dim in reversed(order):
-        if hint(value.shape[dim]) != 1:
-            if hint(value.stride(dim)) != expected:
-                return False
-            expected *= hint(value.shape[dim])
-    return True
-
-
 def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`numel(x)` is the product of the global sizes; a rank would count only its slice's elements."""
     shape = node_arg(node).meta["val"].shape
@@ -367,7 +276,7 @@ def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     dynamic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
     read = [emit(module, aten.sym_size.int, (node_arg(node), d), node) for d in dynamic]
     product = functools.reduce(lambda a, b: emit(module, operator.mul, (a, b), node), read)
-    return _named(node, product if known == 1 else emit(module, operator.mul, (product, known), node))
+    return named_as(node, product if known == 1 else emit(module, operator.mul, (product, known), node))
 
 
 def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
@@ -389,7 +298,7 @@ def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     for i, size in enumerate(shape):
         if not isinstance(size, int):
             sizes[i] = _dynamic_size(module, node, tensors, i - len(shape), size)
-    return _named(node, emit(module, aten.expand.default, (tensor, sizes), node))
+    return named_as(node, emit(module, aten.expand.default, (tensor, sizes), node))
 
 
 def _dynamic_size(
@@ -411,7 +320,7 @@ def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     kept = [t for t in tensors if not _is_empty(t)]
     if len(kept) == len(tensors) or not kept:
         return None
-    return kept[0] if len(kept) == 1 else _named(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))
+    return kept[0] if len(kept) == 1 else named_as(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))
 
 
 def _is_empty(tensor: fx.Node) -> bool:
@@ -435,5 +344,5 @@ _REWRITES: dict[Target, Rewrite] = {
     aten.dropout.default: _if_inactive,
     aten.detach.default: _if_buffer,
     aten.sym_numel.default: _as_product,
-    aten.as_strided.default: _from_memory,
+    aten.as_strided.default: from_memory,
 }  # fmt: skip

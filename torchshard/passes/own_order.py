@@ -28,10 +28,12 @@ from torchshard.core.choices import choices
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Local, Row, RowKeywords, dynamic_factor
+from torchshard.core.notation import RowKeywords, dynamic_factor
+from torchshard.core.rows import Choice, Local, Row
 from torchshard.custom_ops.experts import EXPERT_COUNTS
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.custom_ops.whole import OpKey, entry
+from torchshard.ir.fake_values import size_expr
 from torchshard.ir.graph import (
     bound_args,
     call_of,
@@ -40,7 +42,6 @@ from torchshard.ir.graph import (
     multiples_of,
     node_row,
     operands,
-    size_expr,
     uses_rng,
     values,
     whole_choice,

@@ -28,17 +28,8 @@ import torch
 from torch import fx
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import (
-    drop_dead_code,
-    empty_module,
-    is_tensor,
-    is_view,
-    results_of,
-    uses_rng,
-    values,
-    writes,
-    written_state,
-)
+from torchshard.ir.editing import drop_dead_code, empty_module
+from torchshard.ir.graph import is_tensor, is_view, results_of, uses_rng, values, writes, written_state
 from torchshard.ops import communicates
 from torchshard.passes.nodes import behind_needs, node_arg, read_by
 from torchshard.passes.record import Gradients

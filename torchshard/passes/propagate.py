@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from torchshard.core.fakes import new_fake_mode
-from torchshard.ir.graph import fake_mode, faking, in_numbers
+from torchshard.ir.fake_values import faking, in_numbers
+from torchshard.ir.graph import fake_mode
 from torchshard.passes.nodes import call_target
 
 

@@ -33,17 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
-from torchshard.ir.graph import (
-    Mode,
-    duplicate,
-    fake_mode,
-    guards,
-    has_new_guards,
-    is_float,
-    placeholders,
-    results_of,
-    values,
-)
+from torchshard.ir.editing import duplicate
+from torchshard.ir.fake_values import Mode, guards, has_new_guards
+from torchshard.ir.graph import fake_mode, is_float, placeholders, results_of, values
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import upstream
 from torchshard.passes.segment_keys import segment_key, simulated_groups

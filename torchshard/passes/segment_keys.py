@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.mesh import simulated
-from torchshard.ir.graph import Size, size_expr, values
+from torchshard.ir.fake_values import Size, size_expr
+from torchshard.ir.graph import values
 from torchshard.ops import DISPATCH
 
 

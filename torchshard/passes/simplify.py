@@ -12,8 +12,9 @@ from torch import fx
 from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row
-from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
+from torchshard.core.rows import Choice, Row
+from torchshard.ir.editing import drop_dead_code
+from torchshard.ir.graph import is_tensor, layout_of, node_row, operands
 from torchshard.passes.annotate import serves
 from torchshard.passes.nodes import node_arg, operator_of, replace_node
 from torchshard.rules.convolution import CONVOLUTIONS

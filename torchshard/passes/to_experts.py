@@ -24,18 +24,9 @@ from torchshard.core.choices import choices
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.experts import EXPERT_COUNTS, FROM_EXPERTS, TO_EXPERTS
-from torchshard.ir.graph import (
-    before_casts,
-    call_of,
-    emit,
-    is_tensor,
-    layout_of,
-    multiples_of,
-    name_after,
-    node_row,
-    operands,
-    size_expr,
-)
+from torchshard.ir.editing import emit, name_after
+from torchshard.ir.fake_values import size_expr
+from torchshard.ir.graph import before_casts, call_of, is_tensor, layout_of, multiples_of, node_row, operands
 from torchshard.ops import experts_of_ranks
 from torchshard.passes.nodes import node_arg
 from torchshard.passes.own_order import own_order_choice

@@ -29,17 +29,8 @@ from torchshard.core.errors import InternalError, RuleError
 from torchshard.core.layouts import Layout, Shard, canonical, dual
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.axes import axes_of, typed_as
-from torchshard.ir.graph import (
-    fake_mode,
-    faking,
-    hint,
-    is_tensor_op,
-    layout_of,
-    operands,
-    required_layouts,
-    values,
-    where,
-)
+from torchshard.ir.fake_values import faking, hint
+from torchshard.ir.graph import fake_mode, is_tensor_op, layout_of, operands, required_layouts, values, where
 from torchshard.ir.sizes import size_names
 from torchshard.ops import OPS, is_or_begins_collective
 from torchshard.passes.annotate import legal_choices, serves

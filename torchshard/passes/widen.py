@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from torchshard.ir.buckets import summed_dtype
-from torchshard.ir.graph import emit, is_tensor
+from torchshard.ir.editing import emit
+from torchshard.ir.graph import is_tensor
 from torchshard.ops import is_collective
 from torchshard.passes.nodes import node_arg
 from torchshard.rules.pointwise import CASTS

@@ -14,7 +14,7 @@ from torch import fx
 
 from torchshard.core.choices import axis_groups, spread
 from torchshard.core.layouts import Shard
-from torchshard.core.notation import Row
+from torchshard.core.rows import Row
 from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
 from torchshard.planner.costs import Op

@@ -16,7 +16,7 @@ from torchshard.core.conversions import Steps, are_legal
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.ir.axes import typed_as
 from torchshard.ir.graph import consumers, is_tensor_op, required_layouts, where
 from torchshard.ir.sizes import size_names

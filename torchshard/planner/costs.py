@@ -16,13 +16,14 @@ from torch import Tensor, fx
 from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import EQUAL, Layout, Shard, largest_share, local_size, type_text
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
+from torchshard.core.rows import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
+from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
-from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
+from torchshard.ir.graph import is_weight, node_row, operands, values
 from torchshard.planner.constants import BUCKETED, FUSED
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.costs import Sent

@@ -18,10 +18,12 @@ from torchshard.core.choices import local_replacement
 from torchshard.core.conversions import ConversionStep, source_and_target
 from torchshard.core.layouts import I, Layout, Shard, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
-from torchshard.core.notation import Choice, Local, Row
+from torchshard.core.rows import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.ir.graph import fake_mode, faking, hint, operands, record_local
+from torchshard.ir.editing import record_local
+from torchshard.ir.fake_values import faking, hint
+from torchshard.ir.graph import fake_mode, operands
 from torchshard.ops import COMBINE, DISPATCH, OPS, is_collective
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from torch import fx
 
 from torchshard.core.layouts import Layout
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.planner.elimination import Scope, Table
 from torchshard.planner.folded import Folded
 from torchshard.planner.repeats import Repetition

@@ -9,7 +9,7 @@ from torch import fx
 
 from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.layouts import I, Layout, is_whole
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import before_collectives, consumers, node_row

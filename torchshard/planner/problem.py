@@ -11,8 +11,9 @@ from torch import fx
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
-from torchshard.core.notation import Choice
-from torchshard.ir.graph import consumers, other_sizes, sizes_as
+from torchshard.core.rows import Choice
+from torchshard.ir.fake_values import other_sizes, sizes_as
+from torchshard.ir.graph import consumers
 from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op

@@ -22,8 +22,9 @@ from torch import fx
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
-from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
+from torchshard.core.rows import Choice
+from torchshard.ir.fake_values import nbytes
+from torchshard.ir.graph import is_tensor_op, is_weight, where
 from torchshard.planner.build import build
 from torchshard.planner.constants import EPSILON, FORBIDDEN, MAX_PRICE, TRAINING_COPIES, WEIGHT_SLACK, WHOLE_WEIGHT_GAIN
 from torchshard.planner.costs import CostModel

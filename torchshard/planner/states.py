@@ -10,7 +10,7 @@ from torch import fx
 from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.custom_ops.store import STORE
 from torchshard.ir.graph import is_carried, is_tensor_op, passes_on_weight, required_layouts, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes

@@ -15,10 +15,11 @@ from torch import fx
 
 from torchshard.core.choices import axis_groups
 from torchshard.core.layouts import I, Layout, Shard, is_whole
-from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import star_numbers
+from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.whole import HookCall, op_of
-from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
+from torchshard.ir.fake_values import nbytes
+from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, node_row, operands, where
 from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK
 from torchshard.planner.costs import CostModel, Op
 from torchshard.plans.costs import Collective, Costs, GatheredOps

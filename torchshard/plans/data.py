@@ -12,7 +12,7 @@ from torch import fx
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Data, Holds, MeshAxis
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.core.sharding import Cut, Cuts, Sharding, local_shape, split_text
 from torchshard.plans.costs import Costs
 from torchshard.plans.machine import Machine

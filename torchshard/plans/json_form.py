@@ -12,7 +12,7 @@ from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError, in_short
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.mesh import Holds, MeshAxis
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.core.types import is_of, texts
 from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
 from torchshard.plans.data import AxisPlan, PlanData, Stored, Written

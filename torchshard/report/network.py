@@ -13,7 +13,7 @@ import numpy as np
 from torchshard.compiler.what_if import solutions_of
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.ir.graph import op_name
 from torchshard.planner.elimination import Table
 from torchshard.planner.network import State

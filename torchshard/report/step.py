@@ -17,7 +17,9 @@ from torchshard.core.errors import InputError
 from torchshard.core.mesh import ranks_text
 from torchshard.core.units import size_text
 from torchshard.ir.axes import mesh_of
-from torchshard.ir.graph import empty_module, is_view, nbytes, placeholders, results_of
+from torchshard.ir.editing import empty_module
+from torchshard.ir.fake_values import nbytes
+from torchshard.ir.graph import is_view, placeholders, results_of
 from torchshard.ir.listing import is_within, lines
 from torchshard.ops import Begin
 from torchshard.passes import Partition, has_backward, segments, step_graphs

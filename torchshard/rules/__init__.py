@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping
 import torch
 
 from torchshard.core.errors import RuleError, ShardError
-from torchshard.core.notation import Row
+from torchshard.core.rows import Row
 from torchshard.custom_ops.fx_types import Argument, Target
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.rules import (

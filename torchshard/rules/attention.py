@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Traced
 from torchshard.rules.empty import padded_if_empty
 from torchshard.rules.random import sliced_dropout

@@ -11,7 +11,8 @@ from typing import Unpack
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Row, RowKeywords
+from torchshard.core.notation import RowKeywords
+from torchshard.core.rows import Row
 from torchshard.custom_ops.fx_types import Target
 from torchshard.rules.empty import anywhere
 from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable

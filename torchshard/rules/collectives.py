@@ -7,7 +7,7 @@ split different dims.
 from __future__ import annotations
 
 from torchshard.core.conversions import TABLE
-from torchshard.core.notation import Row
+from torchshard.core.rows import Row
 from torchshard.rules.registry import Call, letters, rule, spaced, unsplittable
 
 

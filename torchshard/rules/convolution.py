@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.empty import anywhere, append_zeros, cut_to_empty, padded_if_empty
 from torchshard.rules.registry import Call, rule, spaced

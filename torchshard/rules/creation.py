@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torchshard.core.notation import Row
+from torchshard.core.rows import Row
 from torchshard.rules.registry import Call, letters, rule, spaced, unsplittable
 
 aten = torch.ops.aten

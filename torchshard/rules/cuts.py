@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.empty import anywhere
 from torchshard.rules.registry import Call, letters, positive, rule, spaced, unsplittable

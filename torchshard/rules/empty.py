@@ -17,7 +17,7 @@ from typing import TypedDict
 import torch
 
 from torchshard.core.layouts import Layout, Shard, Size
-from torchshard.core.notation import Dim, Local, LocalFn
+from torchshard.core.rows import Dim, Local, LocalFn
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.registry import Call, TensorType
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.experts import EXPERT_COUNTS, FROM_EXPERTS, TO_EXPERTS
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.registry import Call, rule

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from torchshard.core.notation import Local, Row
+from torchshard.core.rows import Local, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.empty import append_zeros
 from torchshard.rules.registry import Call, TensorType, broadcast, letters, positive, rule, spaced, unsplittable

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchshard.core.notation import Local, Row
+from torchshard.core.rows import Local, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.grouped import GROUPED_MM
 from torchshard.custom_ops.whole import OpKey, entry

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.ctc import CTC_LOSSES, CTC_LOSSES_BACKWARD
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.indexing import nonempty, own_index

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.rules.empty import append_zeros, cut_to_empty
 from torchshard.rules.registry import Call, acc_dtype, cast, dims_of, letters, positive, rule, spaced, unsplittable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._ops import OpOverload
 
-from torchshard.core.notation import Row
+from torchshard.core.rows import Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.fx_types import Target
 from torchshard.custom_ops.store import STORE

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from torchshard.core.layouts import Part, Shard, Size, local_size, parts_of, parts_size, ranges
-from torchshard.core.notation import Local, Row
+from torchshard.core.rows import Local, Row
 from torchshard.custom_ops.fx_types import Target, Traced
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.rules.registry import Call, letters, rule, spaced, unsplittable

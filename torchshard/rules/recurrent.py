@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from torchshard.core.notation import Local, Row
+from torchshard.core.rows import Local, Row
 from torchshard.custom_ops.fx_types import Proxy, Traced
 from torchshard.custom_ops.recurrent import RECURRENCES, RecurrentCall, SplitRecurrent, uses_rng
 from torchshard.rules.registry import Call, rule, spaced

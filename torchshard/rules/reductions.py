@@ -17,7 +17,8 @@ import torch
 
 from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I, Shard
-from torchshard.core.notation import Local, LocalFn, Row, RowKeywords
+from torchshard.core.notation import RowKeywords
+from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.empty import anywhere

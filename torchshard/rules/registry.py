@@ -21,7 +21,8 @@ from torch._ops import OpOverloadPacket
 
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Row, RowKeywords, bind
+from torchshard.core.notation import RowKeywords, bind
+from torchshard.core.rows import Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.whole import OpKey, entry
 
@@ -90,7 +91,7 @@ def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]
             backward are correct on slices.
         row: the text of the row, if it is the same for all shapes; the op is then registered at
             once.
-        options: fields of `torchshard.core.notation.RowOptions`, with `row=` only.
+        options: fields of `torchshard.core.rows.RowOptions`, with `row=` only.
 
     Raises:
         RuleError: a target is an overload packet, not one overload; or a non-function is decorated.

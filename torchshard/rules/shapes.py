@@ -14,7 +14,7 @@ import sympy
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Dim, Local, LocalFn, Row
+from torchshard.core.rows import Dim, Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable
 

@@ -29,10 +29,10 @@ from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, P, Shard, dtype_text
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row
+from torchshard.core.rows import Choice, Row
 from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.group import Group
-from torchshard.weights.following import bound, call_of, planned
+from torchshard.weights.op_layouts import bound, call_of, planned
 
 
 class CarriedSlice(Tensor):

@@ -23,7 +23,8 @@ from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.handshake import collective_failed
-from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
+from torchshard.ir.editing import duplicate
+from torchshard.ir.graph import placeholders, results_of, uses_rng
 from torchshard.ops import DISPATCH, OPS, SENDING, Begin
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg

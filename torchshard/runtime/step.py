@@ -33,7 +33,8 @@ from torchshard.distributed.consistency import note_unverified, running, running
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_state
+from torchshard.ir.editing import duplicate
+from torchshard.ir.graph import placeholders, results_of, uses_rng, written_state
 from torchshard.ops import OPS, hashable
 from torchshard.passes import (
     Gradients,

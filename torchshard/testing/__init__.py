@@ -18,8 +18,8 @@ gradients  the gradients of a sharded model, compared with the unsharded model's
 
 from torchshard.checking.report import CheckError, Report
 from torchshard.core.layouts import Layout, Shard, join, split
-from torchshard.core.notation import Choice, Row
-from torchshard.ir.graph import nbytes
+from torchshard.core.rows import Choice, Row
+from torchshard.ir.fake_values import nbytes
 from torchshard.ir.listing import listing
 from torchshard.passes import Partition, step_graphs
 from torchshard.report.explain import rank_graph

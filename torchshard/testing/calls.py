@@ -22,9 +22,10 @@ from torchshard.compiler.program import Program, answered, program
 from torchshard.compiler.question import Question
 from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.ir.data import equal_sizes
-from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
+from torchshard.ir.editing import duplicate
+from torchshard.ir.graph import is_tensor_op, node_row, op_name
 from torchshard.ir.listing import listing
 from torchshard.passes import Partition, rewrite, step_graphs
 from torchshard.plans.objective import ObjectiveLike, read_aim

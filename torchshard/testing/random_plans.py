@@ -13,7 +13,7 @@ from torchshard.compiler.constraints import stored
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, canonical
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice
+from torchshard.core.rows import Choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.search import search

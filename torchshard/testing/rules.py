@@ -29,9 +29,10 @@ from torchshard.core.choices import Hint, choices
 from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, P, R, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row
 from torchshard.core.rng_states import keeping_rng_states
-from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
+from torchshard.core.rows import Choice, Row
+from torchshard.ir.editing import mark_needs_grad
+from torchshard.ir.graph import node_row, operands, values
 from torchshard.passes import rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel

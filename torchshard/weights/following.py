@@ -8,10 +8,9 @@
     p.sum()      lost              a b ->              a partial sum
     p.sort(0)    lost              !a b -> !a b        a rank can't sort its rows separately
 
-The function runs on meta tensors of the full shapes. Each op that it calls has a row, as in the
-planner: if one of its choices accepts the layouts of the operands, that choice gives the layouts of
-the results. A choice with a replacement does not count, because the function ran the op itself. Mesh
-axes are followed one by one, each on the local shapes that the previous axis leaves.
+The function runs on meta tensors of the full shapes, and the row of each op that it calls gives the
+layouts of the op's results (`op_layouts`). Mesh axes are followed one by one, each on the local
+shapes that the previous axis leaves.
 
 Finally the function runs on meta tensors of the slice's shape. It must call the same ops with the
 same numbers, and return the shapes that the rows predict. A function that computes with the sizes of
@@ -31,23 +30,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# All decompositions; the public `torch.export.default_decompositions` lacks half of them (PyTorch 2.13.0).
-from torch._decomp import decomposition_table
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchshard.core.choices import choices, local_replacement
-from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
+from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import MeshAxis, Place
-from torchshard.core.notation import Choice, Row
-from torchshard.core.overloads import functional_overload
 from torchshard.core.sharding import Placement, Sharding
-from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
-from torchshard.rules.pointwise import pointwise
+from torchshard.weights.op_layouts import Level, Lost, tensors_in
 
-aten = torch.ops.aten
 Function = Callable[..., object]
 
 
@@ -57,13 +46,6 @@ class SliceType(NamedTuple):
     sharding: Sharding
     whole: tuple[int, ...]
     """The global shape."""
-
-
-class Lost(NamedTuple):
-    """Marks a tensor that depends on slices but is not a slice itself."""
-
-    draws: bool = False
-    """Whether it depends on random numbers."""
 
 
 Followed = SliceType | Lost | None
@@ -212,15 +194,15 @@ class _Question:
         if any([letter.axis for letter in of.sharding] != axes for of in others):
             return None
         shapes = [None if of is None else of.whole for of in self.types]
-        levels, found = list[_Level](), list[_Found]()
+        levels, found = list[Level](), list[_Found]()
         try:
             for number, axis in enumerate(axes):
                 layouts = [I if of is None else of.sharding[number].layout for of in self.types]
-                levels.append(_Level(axis.size, self.place[axis.name], levels[-1].taken_apart if levels else ()))
+                levels.append(Level(axis.size, self.place[axis.name], levels[-1].taken_apart if levels else ()))
                 found.append(self._run(levels[-1], layouts, shapes, scaled))
                 pairs = zip(shapes, layouts, strict=True)
                 shapes = [shape and levels[-1].local_shape(shape, layout) for shape, layout in pairs]
-            levels.append(_Level(1, 0, levels[-1].taken_apart))
+            levels.append(Level(1, 0, levels[-1].taken_apart))
             self._run(levels[-1], [I] * len(shapes), shapes)
             is_alike = all(a.agrees_with(b) for a, b in itertools.pairwise(levels))
         except Exception:  # on meta tensors, or on other sizes, a function may raise anything
@@ -232,7 +214,7 @@ class _Question:
 
     def _run(
         self,
-        level: _Level,
+        level: Level,
         layouts: Sequence[Layout],
         shapes: Sequence[tuple[int, ...] | None],
         scaled: int | None = None,
@@ -244,7 +226,7 @@ class _Question:
         # `_AutoDispatchBelowAutograd`: else autograd splits composite ops before `level` sees them (PyTorch 2.13.0).
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
             result = self.func(*args, **kwargs)
-        made = _tensors(result)
+        made = tensors_in(result)
         return _Found(*([(level.layout(t), tuple(t.shape)) for t in several] for several in (made, tensors)))
 
     def _called_with(
@@ -318,277 +300,3 @@ def _whole_number(value: float) -> int:
     if not value.is_integer():
         raise ValueError(value)
     return int(value)
-
-
-class _Step(NamedTuple):
-    """One call of an op."""
-
-    op: object
-    numbers: Mapping[str, object]
-    """Its arguments without tensors, except sizes of the result."""
-    shapes: Sequence[tuple[int, ...]]
-    """The shapes of its results."""
-    local: Sequence[tuple[int, ...] | None]
-    """The shape of this rank's slice of each result; None if the result is lost or repeats along a dim."""
-
-
-class _Level(TorchDispatchMode):
-    """Follows layouts over one mesh axis through ops on meta tensors."""
-
-    def __init__(self, size: int, rank: int, taken_apart: Collection[int]) -> None:
-        """Follows the slices of one rank.
-
-        Args:
-            size: the number of ranks along the axis.
-            taken_apart: the numbers of the ops that were decomposed along an earlier axis.
-        """
-        super().__init__()
-        self.taken_apart = set(taken_apart)
-        self.draws, self.takes_sizes = False, False
-        self._size, self._rank = size, rank
-        self._steps: list[_Step] = []
-        self._results: list[object] = []  # PyTorch calls `detach` on some referenced results, so keep all
-        self._calls = 0
-        self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
-        """`id` of a tensor -> the tensor, kept alive so that the id stays unique, and its layout."""
-        self._written = set[int]()
-        """The storages that slices were written into; identifies tensors not in `_known`, such as a view's base."""
-        self._inside: set[object] = set()
-
-    def note(self, tensor: Tensor, layout: Layout | Lost) -> None:
-        """Records the layout of a tensor."""
-        self._known[id(tensor)] = tensor, layout
-
-    def layout(self, tensor: Tensor) -> Layout | Lost:
-        """Returns the layout of a tensor: I if it does not depend on slices."""
-        if id(tensor) in self._known:
-            return self._known[id(tensor)][1]
-        return Lost() if tensor.untyped_storage()._cdata in self._written else I
-
-    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        """Returns the shape of the rank's slice of a tensor."""
-        return tuple(map(int, local_shape(shape, layout, self._rank, self._size)))
-
-    def agrees_with(self, local: _Level) -> bool:
-        """Returns whether a run on the slices' shapes called the same ops with the predicted shapes."""
-        if len(self._steps) != len(local._steps):
-            return False
-        return all(
-            (a.op, a.numbers) == (b.op, b.numbers)
-            and all(own in (None, other) for own, other in zip(a.local, b.shapes, strict=True))
-            for a, b in zip(self._steps, local._steps, strict=True)
-        )
-
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs an op and records the layouts of its results."""
-        kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
-        number, self._calls = self._calls, self._calls + 1
-        given = [self.layout(tensor) for tensor in _tensors((args, kwargs))]
-        each = _of_one(func)
-        if each is not None:
-            with self:
-                made = _for_each(each, args, kwargs)
-            return made if func._schema.returns else None
-        if number in self.taken_apart:
-            return self._in_parts(func, args, kwargs)
-        result = func(*args, **kwargs)
-        made = _tensors(result)
-        layouts = self._layouts_of(func, given, args, kwargs, made)
-        if layouts is None and self._parts(func) is not None:
-            self.taken_apart.add(number)
-            return self._in_parts(func, args, kwargs)
-        self._results.append(result)
-        if layouts is None:
-            self.draws |= is_random(func)
-            layouts = [Lost(self.draws)] * len(made)
-        if any(layout != I for layout in given):
-            self._note_results(func, args, kwargs, made, layouts)
-        self._steps.append(self._step(func, args, kwargs, made))
-        self.takes_sizes |= any(name in _SIZES for name in bound(func, args, kwargs))
-        return result
-
-    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor] = ()) -> _Step:
-        named = bound(func, args, kwargs).items()
-        is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
-        shapes = [tuple(tensor.shape) for tensor in made]
-        local = list[tuple[int, ...] | None]()
-        for tensor, shape in zip(made, shapes, strict=True):
-            layout = self.layout(tensor)
-            is_known = not isinstance(layout, Lost) and len(_held(tensor, layout)) == 1
-            local.append(self.local_shape(shape, layout) if is_known else None)  # type: ignore[arg-type]
-        return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
-
-    def _layouts_of(
-        self,
-        func: Any,
-        given: Sequence[Layout | Lost],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Sequence[Tensor],
-    ) -> Sequence[Layout | Lost] | None:
-        """Returns the layouts of an op's results; None if its row does not determine them."""
-        if all(layout == I for layout in given):
-            return [I] * len(made)
-        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
-        return [lost] * len(made) if lost is not None else self._planned(func, args, kwargs, made)
-
-    def _note_results(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Sequence[Tensor],
-        layouts: Sequence[Layout | Lost],
-    ) -> None:
-        if not made:
-            raise NotImplementedError(func)  # it returns no tensor
-        named = bound(func, args, kwargs)
-        written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
-        for tensor, layout in zip(made, layouts, strict=True):
-            if not any(tensor is target for target in written):
-                self.note(tensor, layout)
-        for target in written:
-            self._write(target, layouts[0])
-
-    def _parts(self, func: Any) -> Callable[..., Any] | None:
-        """Returns PyTorch's decomposition of an op, if it has one that may run."""
-        if func in self._inside or func._schema.is_mutable or is_random(func):
-            return None
-        # `_can_decompose`: no public question for a composite op (PyTorch 2.13.0).
-        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
-
-    def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        parts = self._parts(func)
-        assert parts is not None, func
-        self._steps.append(self._step(func, args, kwargs))
-        self._inside.add(func)
-        try:
-            with self:
-                return parts(*args, **kwargs)
-        finally:
-            self._inside.discard(func)
-
-    def _write(self, target: Tensor, value: Layout | Lost) -> None:
-        """Records a write into a tensor, and so into all tensors that share its memory."""
-        before = self.layout(target)
-        if before == value and not isinstance(value, Lost):
-            return
-        memory = target.untyped_storage()._cdata
-        self._written.add(memory)
-        for tensor, _ in list(self._known.values()):
-            if tensor.untyped_storage()._cdata == memory:
-                self.note(tensor, value if isinstance(value, Lost) else Lost())
-        if before == I:
-            self.note(target, value)
-
-    def _planned(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
-    ) -> list[Layout | Lost] | None:
-        """Returns the layouts of an op's results by its row; None if no choice is legal without a replacement."""
-        target, named = _without_writes(func, args, kwargs)
-        call = call_of(target, named, made)
-        operands = [t for t in pytree.tree_leaves(list(named.values())) if isinstance(t, Tensor)]
-        found = planned(call, [_held(t, self.layout(t)) for t in operands], self._size, func.tags)
-        if found is None:
-            return None
-        row, choice = found
-        # a replacement that only substitutes the rank's sizes equals the call that this rank made
-        takes_sizes = any(a.name in _SIZES for a in func._schema.arguments)
-        if local_replacement(row, choice) is not None and not takes_sizes:
-            return None
-        return [layout if isinstance(layout, Shard) else Lost() for layout in choice.results]
-
-
-def _held(tensor: Tensor, layout: Any) -> list[Layout]:
-    """Returns the layouts that a tensor fits: slices of a dim with stride 0 have the same values at any size."""
-    repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
-    return [layout, *(Shard(dim) for dim in repeated)]
-
-
-_SIZES = ("size", "shape", "sizes")
-"""The names that PyTorch's ops use for the argument with the result's shape."""
-
-
-def _tensors(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def planned(
-    call: Call, given: Sequence[Collection[Layout]], size: int, tags: Sequence[torch.Tag] = ()
-) -> tuple[Row, Choice] | None:
-    """Returns an op's row and the choice that accepts the operands' layouts; None if no choice does.
-
-    Args:
-        given: the layouts that each operand fits.
-        size: the number of ranks.
-        tags: the tags of the called op; the target of `call` may be its functional overload.
-    """
-    row = row_of(call)
-    if row is None and torch.Tag.pointwise in tags and not is_random(call.target):
-        row = pointwise(call)
-    if row is None:
-        return None
-    hints = [(i, layout) for i, layouts in enumerate(given) for layout in layouts if isinstance(layout, Shard)]
-    for choice in choices(row, size, hints):
-        wanted = (I if is_whole(layout) else layout for layout in choice.operands)
-        if all(layout in layouts for layout, layouts in zip(wanted, given, strict=True)):
-            return row, choice
-    return None
-
-
-def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
-    """Returns the `Call` of an op for its rule; `named`: its arguments by name; defaults are added."""
-    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    bound = {**defaults, **named}
-    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), bound)
-    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
-    return Call(target, {a.name: typed[a.name] for a in target._schema.arguments if a.name in typed}, results)
-
-
-def bound(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of an op's call by their names."""
-    return {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
-
-
-def _without_writes(
-    func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[OpOverload[..., Any], dict[str, Any]]:
-    """Returns the functional overload of an op without a rule, or the op itself, and the arguments by name."""
-    named = bound(func, args, kwargs)
-    functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
-    if functional is None:
-        return func, named
-    values = [named[a.name] for a in func._schema.arguments if a.name in named and not a.is_out]
-    names = [a.name for a in func._schema.arguments if a.name in named and not a.is_out]
-    # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
-    return functional, dict(zip((functional._schema.arguments[0].name, *names[1:]), values, strict=True))
-
-
-_FOREACH = "_foreach_"
-
-
-def _of_one(func: OpOverload[..., Any]) -> Callable[..., Any] | None:
-    """Returns the single-tensor op of an op on lists: `mul_` for `_foreach_mul_`."""
-    name = func._schema.name.split("::")[1]
-    return getattr(aten, name.removeprefix(_FOREACH), None) if name.startswith(_FOREACH) else None
-
-
-def _for_each(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    # _foreach_addcdiv_ takes its last argument by position, addcdiv_ takes it by name
-    schema = getattr(op, op.overloads()[0])._schema.arguments
-    positional, named = sum(not a.kwarg_only for a in schema), [a.name for a in schema if a.kwarg_only]
-    kwargs = {**dict(zip(named, args[positional:], strict=False)), **kwargs}
-
-    def item(value: Any, i: int) -> Any:
-        return value[i] if isinstance(value, (list, tuple)) else value
-
-    return [
-        op(*(item(a, i) for a in args[:positional]), **{name: item(a, i) for name, a in kwargs.items()})
-        for i in range(len(args[0]))
-    ]

@@ -24,7 +24,8 @@ from torchshard.core.mesh import Place
 from torchshard.core.user_files import warn
 from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import is_users
-from torchshard.weights.following import Function, Lost, Outcome, SliceType, follow
+from torchshard.weights.following import Function, Outcome, SliceType, follow
+from torchshard.weights.op_layouts import Lost
 from torchshard.weights.place import SlicePlace, cuts_at, place_of, place_text
 
 ADVICE = (

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from torchshard.core.layouts import P, Shard, local_shape, parts_of, ranges
 from torchshard.ir.axes import tensors_typed
-from torchshard.ir.graph import hint, layout_of, op_name, values
+from torchshard.ir.fake_values import hint
+from torchshard.ir.graph import layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
