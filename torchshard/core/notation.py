@@ -7,7 +7,7 @@
     expand      1 -> a                       1 is a dim of size one that no split touches
 
 A row is a sharding rule. It names the factors of every dim, as einops does, and the names alone
-determine all legal layouts of the op. The code calls a factor `axis`. The same letter is the same
+determine all legal layouts of the op. The same letter is the same
 factor. A factor that appears in no result is summed, so splitting it gives Partial results. An
 operand without the split factor is Replicate. `...` stands for leading factors, aligned from the
 right.
@@ -235,18 +235,18 @@ def _with_factors(
         whole: factors to keep as one, because they are unsplittable or the row's options name them.
         multiples: sizes to keep as one, because they are split into equal parts.
     """
-    factors: dict[str, tuple[str, str]] = {}
+    parted: dict[str, tuple[str, str]] = {}
     for axis, size in list(sizes.items()):
         multiple = dynamic_factor(size, multiples) or 1
-        factor = 1 if isinstance(size, int) or axis in whole else int((size / multiple).as_coeff_Mul()[0])
-        if factor > 1:
-            factors[axis] = (axis, f"{axis}*")
-            sizes[axis], sizes[f"{axis}*"] = size / factor, factor
+        number = 1 if isinstance(size, int) or axis in whole else int((size / multiple).as_coeff_Mul()[0])
+        if number > 1:
+            parted[axis] = (axis, f"{axis}*")
+            sizes[axis], sizes[f"{axis}*"] = size / number, number
 
     def refine(term: Term) -> Term:
-        return tuple(factor for axis in term for factor in factors.get(axis, (axis,)))
+        return tuple(part for axis in term for part in parted.get(axis, (axis,)))
 
-    if not factors:
+    if not parted:
         return bound
     return [tuple(tuple(map(refine, dim)) for dim in dims) for dims in bound]
 

@@ -72,7 +72,7 @@ def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[s
 def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
     """Repeatedly splits off the greatest common factor of both sides' current dims as a factor."""
     axes: Refined = ([[] for _ in left], [[] for _ in right])
-    factors: dict[str, Size] = {}  # added to sizes only on success: a failed run must leave no factor behind
+    found: dict[str, Size] = {}  # added to sizes only on success: a failed run must leave no factor behind
     i = j = 0
     a, b = left[0], right[0]
     while i < len(left) and j < len(right):
@@ -81,7 +81,7 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
             return None
         if step != 1:
             axis = names.pop(0)
-            factors[axis] = step
+            found[axis] = step
             axes[0][i].append(axis)
             axes[1][j].append(axis)
         a, b = _divided(a, step), _divided(b, step)
@@ -91,7 +91,7 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
         if b == 1:
             j += 1
             b = right[j] if j < len(right) else 1
-    sizes |= factors
+    sizes |= found
     return axes
 
 
