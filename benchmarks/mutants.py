@@ -192,7 +192,7 @@ FAULTS = (
     Fault(
         "a sum that is not Partial",
         "core/choices.py",
-        "summed = I if set(axes) & row.options.reduced else P",
+        "summed = I if set(factors) & row.options.reduced else P",
         "summed = I",
         f"{RULES} -k linear",
         models="mlp",
@@ -201,8 +201,8 @@ FAULTS = (
     Fault(
         "unsplittable axes split",
         "core/choices.py",
-        "return axis not in row.unsplittable and (axis in row.equal or (isinstance(size, int) and size > 0))",
-        "return axis in row.equal or (isinstance(size, int) and size > 0)",
+        "return factor not in row.unsplittable and (factor in row.equal or (isinstance(size, int) and size > 0))",
+        "return factor in row.equal or (isinstance(size, int) and size > 0)",
         f"{RULES} -k layer",
         models="queries",
     ),
@@ -280,7 +280,7 @@ FAULTS = (
     Fault(
         "channels dropped rank by rank",
         "rules/random.py",
-        "mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(axis) or ())",
+        "mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(factor) or ())",
         "mask if dim > 1 else aten.feature_dropout.default(aten.ones_like.default(x), p, True)",
         f"{RULES} -k feature_dropout",
         models="dropout_of_channels",
@@ -384,7 +384,7 @@ FAULTS = (
     Fault(
         "a diagonal that stays",
         "rules/cuts.py",
-        'return call.target(x, diagonal + (start if axis == "a" else -start))',
+        'return call.target(x, diagonal + (start if factor == "a" else -start))',
         "return call.target(x, diagonal)",
         f"{RULES} -k 'tril or triu'",
         models="triangle",
@@ -392,8 +392,8 @@ FAULTS = (
     Fault(
         "sizes of a refinement that failed",
         "rules/shapes.py",
-        "            factors[axis] = step\n",
-        "            sizes[axis] = step\n",
+        "            found[factor] = step\n",
+        "            sizes[factor] = step\n",
         f"{RULES} -k reshape",
         models="reshaped",
     ),

@@ -130,6 +130,18 @@ def _docstring_lines(node: ast.FunctionDef) -> int:
     return _lines(node.body[0]) if ast.get_docstring(node) is not None else 0
 
 
+OF_ROWS = [m for m in MODULES if m in ("core.notation", "core.rows", "core.choices") or m.startswith("rules.")]
+"""Modules about rows, whose letters are factors. `rules.collectives` has rows of ops over another mesh axis."""
+
+
+@pytest.mark.parametrize("module", OF_ROWS)
+def test_a_letter_of_a_row_is_a_factor(module: str) -> None:
+    """`Terms` of CONTRIBUTING.md: an axis is a mesh's. A row's context knows the mesh axis that is planned."""
+    lines = MODULES[module].read_text().splitlines()
+    said = [line for line in lines if re.search(r"\b(axis|axes)\b", line)]
+    assert all("coordinate.axis" in line or module == "rules.collectives" for line in said), said
+
+
 USERS_OBJECTS = {
     "capture.carried: value", "capture.namespaces: owner", "custom_ops.whole: function", "testing.rules: target",
     "weights.tape: op",

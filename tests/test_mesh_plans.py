@@ -122,7 +122,7 @@ def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
     local = [made.program.local_graph_of(number) for number in range(4)]
     after = made.program.priced(with_memory=False)
     assert after == before
-    assert any(choice.axes for choice in after.axes[0].choices.values())
+    assert any(choice.factors for choice in after.axes[0].choices.values())
     assert [listing(made.program.local_graph_of(number)) for number in range(4)] == list(map(listing, local))
 
 

@@ -17,7 +17,7 @@ from torch import fx
 
 import torchshard as ts
 from tests.models import CASES
-from torchshard.core.choices import axis_groups
+from torchshard.core.choices import factor_groups
 from torchshard.ir.graph import is_tensor
 from torchshard.planner.axes import Tensors, brings_axes, is_parameter, weight_axes
 from torchshard.planner.costs import Op
@@ -179,7 +179,9 @@ def _spread_until_nothing_is_new(ops: Sequence[Op], tensors: Tensors) -> dict[fx
             around = zip(tensors[op.node], (*op.row.operands, *op.row.results), strict=False)
             held = [(t, d, {a for term in dim for a in term}) for t, dims in around for d, dim in enumerate(dims)]
             axes[op.node].update(a for t, d, own in held if (t, d) in marked for a in own)
-            axes[op.node].update(a for group in axis_groups(op.row) if axes[op.node].intersection(group) for a in group)
+            axes[op.node].update(
+                a for group in factor_groups(op.row) if axes[op.node].intersection(group) for a in group
+            )
             marked.update((t, d) for t, d, own in held if t is not None and axes[op.node] & own)
     return axes
 

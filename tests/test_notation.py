@@ -10,7 +10,7 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchshard.core.choices import axis_groups, choices, local_replacement, spread
+from torchshard.core.choices import choices, factor_groups, local_replacement, spread
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import S, Shard, local_shape
 from torchshard.core.mesh import MeshAxis
@@ -77,7 +77,7 @@ def test_seven_heads_have_a_plain_layout_if_the_ranks_divide_them() -> None:
 def test_pieces_are_split_together() -> None:
     assert listed(SPLIT)[3:] == ["split a: S(0) -> S(0), S(0), S(0)", "split x y z: S(1; 2+3+4) -> S(1), S(1), S(1)"]
     assert listed(CAT)[2:] == ["P: P, P -> P", "split a: S(0), S(0) -> S(0)", "split x y: S(1), S(1) -> S(1; 3+4)"]
-    assert axis_groups(SPLIT) == [("a",), ("x", "y", "z")]
+    assert factor_groups(SPLIT) == [("a",), ("x", "y", "z")]
 
 
 def test_a_middle_axis_gives_parts() -> None:
@@ -126,7 +126,7 @@ def test_what_is_never_split(text: str, operands: Any, results: Any, sizes: Any,
 
 def test_a_mark_on_one_occurrence_blocks_all() -> None:
     row = bind("a !c, c -> a c", [(5, 4), (4,)], [(5, 4)])
-    assert row.unsplittable == {"c"} and axis_groups(row) == [("a",)]
+    assert row.unsplittable == {"c"} and factor_groups(row) == [("a",)]
 
 
 def test_an_axis_that_only_operands_have_is_summed() -> None:
@@ -232,7 +232,7 @@ def test_resize_writes_this_ranks_size() -> None:
 
 def test_a_split_in_several_runs_has_no_start() -> None:
     fused = next(c for c in choices(FUSED, 2, [(1, S(2, ((3, 1), (4, 1))))]) if c.name == "split c")
-    with pytest.raises(RuleError, match="axis c has no single start"):
+    with pytest.raises(RuleError, match="factor c has no single start"):
         Local(FUSED, fused, MeshAxis(2).coordinate(0)).start("c")
     plain = next(c for c in choices(FUSED, 2) if c.name == "split c")
     assert Local(FUSED, plain, MeshAxis(2).coordinate(1)).start("c") == 4
@@ -265,7 +265,7 @@ ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
 def test_a_size_for_an_axis_in_no_tensor_is_refused() -> None:
     """If a factor in no tensor were split, the ranks would sum the full value once each."""
     assert bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2})
-    with pytest.raises(RuleError, match="axis c is in no tensor"):
+    with pytest.raises(RuleError, match="factor c is in no tensor"):
         bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2, "c": 1})
 
 
@@ -278,9 +278,9 @@ def test_a_size_for_an_axis_in_no_tensor_is_refused() -> None:
         ("a b -> a, a", [(5, 4)], [(5,)], "the row has 1 operands and 2 results, the op 1 tensors and 1 results"),
         (" -> a", [(5, 4)], [(5,)], "the row has 1 operands|the row has 0 dims, the tensor 2"),
         ("a -> a", [(5, 4)], [(5,)], "the row has 1 dims, the tensor 2"),
-        ("a b -> b", [(5, 4)], [(5,)], "axis b has two sizes\n  where: a b -> b\n  why:   4 and 5"),
+        ("a b -> b", [(5, 4)], [(5,)], "factor b has two sizes\n  where: a b -> b\n  why:   4 and 5"),
         ("a b -> c", [(5, 4)], [(6,)], None),
-        ("(a b) c -> a", [(6, 4)], [(5,)], "axis b has no size\n.*\n  try:   pass it in sizes="),
+        ("(a b) c -> a", [(6, 4)], [(5,)], "factor b has no size\n.*\n  try:   pass it in sizes="),
         ("(a b) b -> a", [(6, 4)], [(5,)], "has two sizes\n.*\n  why:   20 and 6"),
         ("(a b -> a", [(5, 4)], [(5,)], r"invalid dim '\(a b '"),
         ("a b) -> a", [(5, 4)], [(5,)], r"invalid dim 'b\) '"),

@@ -25,8 +25,8 @@ def test_a_wrong_rule_of_the_users_is_told_as_theirs(row: str) -> None:
     [
         ({"local": {"c": lambda x: x}}, "the local function of the rule"),
         ({"local": {"c": 5}}, "is no function"),
-        ({"local": {"q": lambda local, x: x}}, "axis q is in no tensor"),
-        ({"together": {"q"}}, "axis q is in no tensor"),
+        ({"local": {"q": lambda local, x: x}}, "factor q is in no tensor"),
+        ({"together": {"q"}}, "factor q is in no tensor"),
     ],
     ids=["fails", "no function", "no axis", "no axes"],
 )

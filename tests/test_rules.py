@@ -37,7 +37,7 @@ def _names(cases: list[Case]) -> list[str]:
 
 
 def _splits(found: list[Choice]) -> str:
-    return " ".join(dict.fromkeys(c.name.removeprefix("split ").replace(" ", "+") for c in found if c.axes))
+    return " ".join(dict.fromkeys(c.name.removeprefix("split ").replace(" ", "+") for c in found if c.factors))
 
 
 def _every_tenth_is_quick(cases: list[Case]) -> list[Any]:
@@ -49,7 +49,7 @@ def _every_tenth_is_quick(cases: list[Case]) -> list[Any]:
 def test_whole_and_in_parts(op: Case, world: int) -> None:
     row, found = row_and_choices(op, world, in_parts=world == 2)
     assert (None if row is None else _splits(found)) == op.splits
-    for choice in (c for c in found if world == 2 or c.axes or c.name == "P"):
+    for choice in (c for c in found if world == 2 or c.factors or c.name == "P"):
         report = run(op, choice, world)
         assert report.ok, f"{world} ranks, {choice}\n{report}"
 
@@ -126,7 +126,7 @@ def test_ops_by_tag(op: Any) -> None:
     row, found = row_and_choices(call, 3, in_parts=False)
     assert row is not None and {"split a", "split b"} <= {c.name for c in found}
     for choice in found:
-        if choice.axes or choice.name == "P":
+        if choice.factors or choice.name == "P":
             report = run(call, choice, 3)
             assert report.ok, f"{choice}\n{report}"
 
@@ -273,8 +273,8 @@ def test_a_dynamic_dim_is_never_split_and_the_others_are(op: Case) -> None:
     row, found = row_and_choices(op, 2, in_parts=False)
     assert row is not None
     dynamic = {axis for axis, size in row.sizes.items() if not isinstance(size, int)}
-    split = [c for c in found if c.axes]
-    assert dynamic and split and not dynamic & {axis for c in split for axis, _ in c.axes}
+    split = [c for c in found if c.factors]
+    assert dynamic and split and not dynamic & {factor for c in split for factor, _ in c.factors}
     for choice in split:
         report = run(op, choice, 2)
         assert report.ok, f"{choice}\n{report}"

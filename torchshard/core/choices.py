@@ -34,26 +34,28 @@ MAX_PARTS = 64
 """A merged dim is unsplittable if its split would need more parts than this."""
 
 
-def axis_groups(row: Row) -> list[tuple[str, ...]]:
+def factor_groups(row: Row) -> list[tuple[str, ...]]:
     """Returns the splittable sets of factors: single ones, concatenations, and `together` sets.
 
     The factors of `a+b` are split together because a rank's slice of a dim has a piece of every
     part.
     """
-    group = {axis: frozenset([axis]) for axis in row.sizes} | dict.fromkeys(row.options.together, row.options.together)
+    group = {factor: frozenset([factor]) for factor in row.sizes} | dict.fromkeys(
+        row.options.together, row.options.together
+    )
     for dims in (*row.operands, *row.results):
         for dim in dims:
             if len(dim) > 1:
-                union = frozenset[str]().union(*(group[axis] for term in dim for axis in term))
+                union = frozenset[str]().union(*(group[factor] for term in dim for factor in term))
                 group.update(dict.fromkeys(union, union))
-    splittable = {axes for axes in group.values() if all(_splittable(row, axis) for axis in axes)}
+    splittable = {factors for factors in group.values() if all(_splittable(row, factor) for factor in factors)}
     order = list(row.sizes)
-    return sorted((tuple(sorted(axes, key=order.index)) for axes in splittable), key=lambda g: order.index(g[0]))
+    return sorted((tuple(sorted(factors, key=order.index)) for factors in splittable), key=lambda g: order.index(g[0]))
 
 
-def _splittable(row: Row, axis: str) -> bool:
-    size = row.sizes[axis]
-    return axis not in row.unsplittable and (axis in row.equal or (isinstance(size, int) and size > 0))
+def _splittable(row: Row, factor: str) -> bool:
+    size = row.sizes[factor]
+    return factor not in row.unsplittable and (factor in row.equal or (isinstance(size, int) and size > 0))
 
 
 class _Composed(NamedTuple):
@@ -63,17 +65,17 @@ class _Composed(NamedTuple):
     repeated: bool = False
 
 
-def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Composed | None:
+def _compose_term(term: Term, factors: AxisParts, sizes: Mapping[str, Size]) -> _Composed | None:
     """Returns the parts of a merged dim with one split factor, or None if a Shard can't express them.
 
     In `(k c d)` with c split, the dim is k parts of c units of d elements.
     """
-    split = [i for i, axis in enumerate(term) if axis in axes]
+    split = [i for i, factor in enumerate(term) if factor in factors]
     if len(split) != 1:
         return None
-    before = math.prod(sizes[axis] for axis in term[: split[0]])
-    after = math.prod(sizes[axis] for axis in term[split[0] + 1 :])
-    parts = axes[term[split[0]]]
+    before = math.prod(sizes[factor] for factor in term[: split[0]])
+    after = math.prod(sizes[factor] for factor in term[split[0] + 1 :])
+    parts = factors[term[split[0]]]
     if parts == EQUAL:  # equal slices of the major factor are equal slices of the dim
         return _Composed(EQUAL) if before == 1 else None
     if not isinstance(after, int) or after == 0:
@@ -85,19 +87,19 @@ def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Co
 
 
 def _dims_layout(
-    dims: Sequence[Dim], axes: AxisParts, sizes: Mapping[str, Size], world: int, absent: Layout
+    dims: Sequence[Dim], factors: AxisParts, sizes: Mapping[str, Size], world: int, absent: Layout
 ) -> Layout | None:
     """Returns the layout of a tensor under a split, or None if no layout expresses it.
 
     Args:
         absent: the layout of a tensor without the split factors.
     """
-    split = [i for i, dim in enumerate(dims) if any(axis in axes for term in dim for axis in term)]
+    split = [i for i, dim in enumerate(dims) if any(factor in factors for term in dim for factor in term)]
     if not split:
         return absent
     if len(split) > 1:
         return None
-    terms = [_compose_term(term, axes, sizes) for term in dims[split[0]]]
+    terms = [_compose_term(term, factors, sizes) for term in dims[split[0]]]
     composed = [term for term in terms if term is not None]
     repeated = any(term.repeated for term in composed)
     several = len(composed) > 1 and (repeated or not isinstance(dim_size(dims[split[0]], sizes), int))
@@ -117,11 +119,11 @@ def _extract(
         return {} if repeated else {term[0]: tuple(parts)}
     target = canonical(0, parts, world, repeated=repeated)
     extracted = {}
-    for i, axis in enumerate(term):
+    for i, factor in enumerate(term):
         for candidate in _candidates(term, i, parts, sizes, repeated=repeated):
-            composed = _compose_term(term, {axis: candidate}, sizes)
+            composed = _compose_term(term, {factor: candidate}, sizes)
             if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == target:
-                extracted[axis] = candidate
+                extracted[factor] = candidate
                 break
     return extracted
 
@@ -162,7 +164,7 @@ Hint = tuple[int, Shard]
 """(position, layout): the Shard of a neighbouring op's tensor; positions count the operands, then the results."""
 
 
-def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
+def _factor_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
     """Returns the parts that each factor may be split into: those of hints, then single elements."""
     tensors = (*row.operands, *row.results)
     known: dict[str, list[tuple[Part, ...]]] = {}
@@ -171,14 +173,14 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
         size = dim_size(dim, row.sizes)
         if isinstance(size, int) is not shard.repeated and any(term for term in dim):
             hinted = parts_of(size, replace(shard, repeated=False))
-            for axis, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
-                known.setdefault(axis, []).append(parts)
-    for axis, size in row.sizes.items():
+            for factor, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
+                known.setdefault(factor, []).append(parts)
+    for factor, size in row.sizes.items():
         if isinstance(size, int):
-            known.setdefault(axis, []).append(((size, 1),))
-        elif axis in row.equal:
-            known.setdefault(axis, []).append(EQUAL)
-    return {axis: list(dict.fromkeys(options)) for axis, options in known.items()}
+            known.setdefault(factor, []).append(((size, 1),))
+        elif factor in row.equal:
+            known.setdefault(factor, []).append(EQUAL)
+    return {factor: list(dict.fromkeys(options)) for factor, options in known.items()}
 
 
 def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
@@ -201,8 +203,8 @@ def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...
         for jointly in row.options.linear:
             operands = tuple(P if i in jointly else R for i in range(n))
             whole.append(Choice("P", operands, (P,) * m))
-    parts = _axis_parts(row, world, hints)
-    splits = [choice for group in axis_groups(row) for choice in _split_choices(row, world, group, parts)]
+    parts = _factor_parts(row, world, hints)
+    splits = [choice for group in factor_groups(row) for choice in _split_choices(row, world, group, parts)]
     return tuple(dict.fromkeys([*whole, *splits]))
 
 
@@ -214,43 +216,45 @@ def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part,
     values in one weight, next to queries. All combinations would be too many: a factor has a few
     parts, and a group may have dozens of factors.
     """
-    for option in range(max(len(parts[axis]) for axis in group)):
-        yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
-    plain = {axis: next(p for p in parts[axis] if p == EQUAL or (len(p) == 1 and p[0][1] == 1)) for axis in group}
-    for axis in group:
-        yield from (plain | {axis: several} for several in parts[axis] if len(several) > 1)
+    for option in range(max(len(parts[factor]) for factor in group)):
+        yield {factor: parts[factor][min(option, len(parts[factor]) - 1)] for factor in group}
+    plain = {factor: next(p for p in parts[factor] if p == EQUAL or (len(p) == 1 and p[0][1] == 1)) for factor in group}
+    for factor in group:
+        yield from (plain | {factor: several} for several in parts[factor] if len(several) > 1)
 
 
 def _split_choices(
     row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]
 ) -> Iterator[Choice]:
-    for axes in _parts_together(group, parts):
+    for factors in _parts_together(group, parts):
         # a sum over a split factor is Partial, unless the replacement sums over the ranks itself
-        summed = I if set(axes) & row.options.reduced else P
-        operands = _layouts(row, row.operands, axes, world, R)
-        results = _layouts(row, row.results, axes, world, summed)
-        if operands is not None and results is not None and _is_legal(row, axes, operands, results, world):
-            yield Choice(f"split {' '.join(group)}", operands, results, tuple(axes.items()))
+        summed = I if set(factors) & row.options.reduced else P
+        operands = _layouts(row, row.operands, factors, world, R)
+        results = _layouts(row, row.results, factors, world, summed)
+        if operands is not None and results is not None and _is_legal(row, factors, operands, results, world):
+            yield Choice(f"split {' '.join(group)}", operands, results, tuple(factors.items()))
 
 
 def _layouts(
-    row: Row, tensors: Sequence[Sequence[Dim]], axes: AxisParts, world: int, absent: Layout
+    row: Row, tensors: Sequence[Sequence[Dim]], factors: AxisParts, world: int, absent: Layout
 ) -> tuple[Layout, ...] | None:
     """Returns the layouts of operands or results under a split, or None if one can't be expressed."""
-    layouts = [_dims_layout(dims, axes, row.sizes, world, absent) for dims in tensors]
+    layouts = [_dims_layout(dims, factors, row.sizes, world, absent) for dims in tensors]
     expressed = tuple(layout for layout in layouts if layout is not None)
     return expressed if len(expressed) == len(layouts) else None
 
 
-def _is_legal(row: Row, axes: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int) -> bool:
+def _is_legal(row: Row, factors: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int) -> bool:
     """Returns whether the op's options allow this split."""
     options = row.options
-    several_starts = any(axis in options.local and len(parts) > 1 for axis, parts in axes.items())
+    several_starts = any(factor in options.local and len(parts) > 1 for factor, parts in factors.items())
     if several_starts and not options.by_size:
         return False
     if options.fills_ranks and any(_leaves_a_rank_empty(layout, world) for layout in (*operands, *results)):
         return False
-    if not all(_is_aligned(axes[axis], number, world) for axis, number in options.aligned.items() if axis in axes):
+    if not all(
+        _is_aligned(factors[factor], number, world) for factor, number in options.aligned.items() if factor in factors
+    ):
         return False
     return all(isinstance(layout, Shard) for i, layout in enumerate(operands) if i in options.mutates)
 
@@ -282,10 +286,10 @@ def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
 
 def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
     """Returns the function that a rank runs instead of the op under this choice, if any."""
-    for axis, _ in choice.axes:
-        if axis in row.options.local:
-            return row.options.local[axis]
-    return row.options.local.get("*") if choice.axes else None
+    for factor, _ in choice.factors:
+        if factor in row.options.local:
+            return row.options.local[factor]
+    return row.options.local.get("*") if choice.factors else None
 
 
 def replacement_on(coordinate: Coordinate, row: Row | None, choice: Choice | None) -> Callable[..., Any] | None:

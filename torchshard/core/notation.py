@@ -1,8 +1,8 @@
 """Rows: how one op may be split, written as one line of einsum-like factors.
 
     linear      ... k, n k -> ... n          split n: column parallel; split k: row parallel, the result is Partial
-    view        a b (c d) -> a b c d         a merged dim, major axis first; splitting c deals units of d
-    split       a b+c -> a b, a c            a dim that is a concatenation; its axes are split together
+    view        a b (c d) -> a b c d         a merged dim, major factor first; splitting c deals units of d
+    split       a b+c -> a b, a c            a dim that is a concatenation; its factors are split together
     sort        a !b -> a !b                 b is unsplittable
     expand      1 -> a                       1 is a dim of size one that no split touches
 
@@ -111,7 +111,7 @@ def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
             raise RuleError(
                 f"invalid dim {wrong[0]!r}" if wrong else "a tensor has two '...'",
                 where=text,
-                why="a dim is an axis a or !a, merged axes (a b), a concatenation a+b, 1, or (once) '...'",
+                why="a dim is a factor a or !a, merged factors (a b), a concatenation a+b, 1, or (once) '...'",
                 attempt="'... (h !d) -> ... h !d'",
             )
     return left, right
@@ -168,29 +168,29 @@ def bind(
     shapes = [*operands, *results]
     bound, unsplittable = _bind_dims(text, left + right, shapes, known)
     _check_dims(bound, shapes, known, text)
-    strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
+    strangers = known.keys() - {factor for dims in bound for dim in dims for term in dim for factor in term}
     if strangers:
-        raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
+        raise RuleError(f"factor {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
     named = {*row_options.local, *row_options.reduced, *row_options.together}
     unknown = sorted(named - known.keys() - {"*"})
     if unknown:
-        raise RuleError(f"axis {unknown[0]} is in no tensor", where=text, why="the rule's options name it")
-    for axis, function in row_options.local.items():
+        raise RuleError(f"factor {unknown[0]} is in no tensor", where=text, why="the rule's options name it")
+    for factor, function in row_options.local.items():
         if not callable(function):
-            raise RuleError(f"local={{{axis!r}: ...}} is no function", where=text, why=f"it is {function!r:.80}")
+            raise RuleError(f"local={{{factor!r}: ...}} is no function", where=text, why=f"it is {function!r:.80}")
     bound = _with_factors(bound, known, unsplittable | named, multiples)
-    equal = frozenset(_equal_axes(known, row_options, multiples))
+    equal = frozenset(_equal_factors(known, row_options, multiples))
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), equal, row_options)
 
 
-def _equal_axes(sizes: Mapping[str, Size], options: RowOptions, multiples: Collection[Size]) -> Iterator[str]:
+def _equal_factors(sizes: Mapping[str, Size], options: RowOptions, multiples: Collection[Size]) -> Iterator[str]:
     """Yields the splittable factors of dynamic size that are multiples of the number of ranks."""
-    for axis, size in sizes.items():
-        replaced = not {axis, "*"}.isdisjoint(options.local)
-        fits = not replaced or not {axis, "*"}.isdisjoint(options.any_size)
+    for factor, size in sizes.items():
+        replaced = not {factor, "*"}.isdisjoint(options.local)
+        fits = not replaced or not {factor, "*"}.isdisjoint(options.any_size)
         if fits and dynamic_factor(size, multiples) is not None:
-            yield axis
+            yield factor
 
 
 def dynamic_factor(size: Size, factors: Collection[Size]) -> Size | None:
@@ -219,7 +219,7 @@ def _bind_dims(
             unsplittable |= marked
             if len(dim) == 1 and len(dim[0]) == 1:
                 known.setdefault(dim[0][0], size)
-                _check_size(f"axis {dim[0][0]}", known[dim[0][0]], size, text)
+                _check_size(f"factor {dim[0][0]}", known[dim[0][0]], size, text)
             dims.append(dim)
         bound.append(tuple(dims))
     return bound, unsplittable
@@ -236,15 +236,15 @@ def _with_factors(
         multiples: sizes to keep as one, because they are split into equal parts.
     """
     parted: dict[str, tuple[str, str]] = {}
-    for axis, size in list(sizes.items()):
+    for factor, size in list(sizes.items()):
         multiple = dynamic_factor(size, multiples) or 1
-        number = 1 if isinstance(size, int) or axis in whole else int((size / multiple).as_coeff_Mul()[0])
+        number = 1 if isinstance(size, int) or factor in whole else int((size / multiple).as_coeff_Mul()[0])
         if number > 1:
-            parted[axis] = (axis, f"{axis}*")
-            sizes[axis], sizes[f"{axis}*"] = size / number, number
+            parted[factor] = (factor, f"{factor}*")
+            sizes[factor], sizes[f"{factor}*"] = size / number, number
 
     def refine(term: Term) -> Term:
-        return tuple(part for axis in term for part in parted.get(axis, (axis,)))
+        return tuple(part for factor in term for part in parted.get(factor, (factor,)))
 
     if not parted:
         return bound
@@ -261,7 +261,7 @@ def _check_dims(
 ) -> None:
     for dims, shape in zip(bound, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
-            missing = [axis for term in dim for axis in term if axis not in known]
+            missing = [factor for term in dim for factor in term if factor not in known]
             if missing:
-                raise RuleError(f"axis {missing[0]} has no size", where=text, attempt="pass it in sizes=")
+                raise RuleError(f"factor {missing[0]} has no size", where=text, attempt="pass it in sizes=")
             _check_size(f"dim ({'+'.join(map(' '.join, dim))})", dim_size(dim, known), size, text)

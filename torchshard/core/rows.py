@@ -91,13 +91,13 @@ class Choice:
     """The layout that each tensor operand must have."""
     results: tuple[Layout, ...]
     """The layout of each result."""
-    axes: tuple[tuple[str, tuple[Part, ...]], ...] = ()
+    factors: tuple[tuple[str, tuple[Part, ...]], ...] = ()
     """The split factors with their parts."""
 
     @property
     def splits_dynamic(self) -> bool:
         """Whether a factor of dynamic size is split, into equal slices."""
-        return any(parts == EQUAL for _, parts in self.axes)
+        return any(parts == EQUAL for _, parts in self.factors)
 
 
 @dataclass(frozen=True)
@@ -123,30 +123,30 @@ class Local:
         """The name under which collectives find the process group."""
         return self.coordinate.group
 
-    def parts(self, axis: str) -> tuple[Part, ...] | None:
+    def parts(self, factor: str) -> tuple[Part, ...] | None:
         """Returns the parts that a factor is split into; None if it is not split."""
-        return dict(self.choice.axes).get(axis)
+        return dict(self.choice.factors).get(factor)
 
-    def size(self, axis: str) -> Size:
+    def size(self, factor: str) -> Size:
         """Returns this rank's size of a factor."""
-        parts, size = self.parts(axis), self.row.sizes[axis]
+        parts, size = self.parts(factor), self.row.sizes[factor]
         if parts is None:
             return size
         return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)
 
-    def sizes(self, axis: str) -> list[int]:
+    def sizes(self, factor: str) -> list[int]:
         """Returns each rank's size of a split factor of static size."""
-        return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
+        return [local_size(self.parts(factor) or (), rank, self.world) for rank in range(self.world)]
 
-    def start(self, axis: str) -> int:
+    def start(self, factor: str) -> int:
         """Returns the start of this rank's slice of a split factor of static size.
 
         Raises:
             RuleError: the factor is split into several parts, so a rank has several slices.
         """
-        parts = self.parts(axis) or ()
+        parts = self.parts(factor) or ()
         if len(parts) != 1:
-            raise RuleError(f"axis {axis} has no single start", where=self.row.text, why=f"it is split as {parts}")
+            raise RuleError(f"factor {factor} has no single start", where=self.row.text, why=f"it is split as {parts}")
         return ranges(parts, self.rank, self.world)[0][0]
 
     def resize(self, sizes: Sequence[Size]) -> list[Size]:
@@ -169,4 +169,4 @@ class Local:
 
 def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:
     """Returns the size of a dim from the sizes of its factors."""
-    return sum(math.prod(sizes[axis] for axis in term) for term in dim)
+    return sum(math.prod(sizes[factor] for factor in term) for term in dim)

@@ -54,7 +54,7 @@ def _reason(node: fx.Node, names: Names) -> str:
         return ""
     if row is None:
         return "no rule: runs whole"
-    return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
+    return f"{choice.name}: {row.text}" if choice.factors or choice.name == "P" else ""
 
 
 def purpose(collective: fx.Node, names: Names) -> str:

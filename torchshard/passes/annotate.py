@@ -56,7 +56,7 @@ def _refuse_fused_masks(node: fx.Node) -> None:
 
     The kernel draws in an order of its own, which a rank with part of the heads can't repeat.
     """
-    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or not node.meta["choice"].axes:
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or not node.meta["choice"].factors:
         return
     value, fused = node.meta["val"], torch.backends.cuda
     is_fused = fused.flash_sdp_enabled() or fused.mem_efficient_sdp_enabled() or fused.cudnn_sdp_enabled()

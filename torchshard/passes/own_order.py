@@ -170,7 +170,7 @@ def own_order_choice(node: fx.Node, axis: MeshAxis) -> Choice:
     """The only choice of an op that keeps rows apart: it splits the rows, if the op has any."""
     row = node_row(node)
     if row is not None and node.target is EXPERT_COUNTS:
-        return next(choice for choice in choices(row, axis.size) if choice.axes)
+        return next(choice for choice in choices(row, axis.size) if choice.factors)
     return (_split(row, axis.size) if row is not None else None) or whole_choice(node)
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import networkx as nx
 from torch import fx
 
-from torchshard.core.choices import axis_groups, spread
+from torchshard.core.choices import factor_groups, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.rows import Row
 from torchshard.ir.graph import is_tensor, operands, values
@@ -90,7 +90,7 @@ def _joined_dims(op: Op, row: Row, around: Sequence[fx.Node | None]) -> Iterator
     for tensor, dims in zip(around, (*row.operands, *row.results), strict=False):
         if tensor is not None:
             yield from (((tensor, d), (op.node, a)) for d, dim in enumerate(dims) for term in dim for a in term)
-    for group in axis_groups(row):
+    for group in factor_groups(row):
         yield from pairwise((op.node, axis) for axis in group)
 
 

@@ -320,7 +320,7 @@ class CostModel:
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """Returns the sizes of a row's factors on the first rank, which has the largest slices."""
         sizes, ranks = dict(op.sizes), self.axis.size
-        for axis, parts in choice.axes:
+        for axis, parts in choice.factors:
             sizes[axis] = sizes[axis] // ranks if parts == EQUAL else local_size(parts, 0, ranks)
         return sizes
 

@@ -123,13 +123,13 @@ class States:
         states = [choice for choice in legal if self._axes is None or self._may_split(op, choice, self._axes[op.node])]
         if self._ranks > 1 or self._constraints.splits:
             return states
-        return [choice for choice in states if not choice.axes] or states  # one rank gains nothing by splitting
+        return [choice for choice in states if not choice.factors] or states  # one rank gains nothing by splitting
 
     def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
         """Returns whether a choice splits only these factors and dynamic sizes, as the constraints allow."""
         c = self._constraints
         weights = c.weights or passes_on_weight(op.node) or op.node.target is STORE
-        return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
+        return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.factors)
 
     def of_stored(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]], *, is_left: bool) -> list[Layout]:
         """Returns the layouts that a parameter or input may be stored in.
@@ -187,6 +187,6 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
 
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
     """Returns whether every rank gets a slice of each split factor, or the factors are too small for that."""
-    sizes = [op.sizes[axis] for axis, _ in choice.axes]
-    static = [parts for _, parts in choice.axes if parts != EQUAL]
+    sizes = [op.sizes[axis] for axis, _ in choice.factors]
+    static = [parts for _, parts in choice.factors if parts != EQUAL]
     return all(s < ranks for s in sizes) or all(local_size(parts, ranks - 1, ranks) > 0 for parts in static)

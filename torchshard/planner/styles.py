@@ -124,7 +124,7 @@ def style_of(node: fx.Node) -> str:
     choice, splits = node.meta.get("choice"), SPLITS.get(op_of(node.target))
     if choice is None or splits is None:
         return ""
-    axes = {axis for axis, _ in choice.axes}
+    axes = {axis for axis, _ in choice.factors}
     return next((word for word, split in splits.items() if axes & {*split.axes}), "" if axes else "replicate")
 
 

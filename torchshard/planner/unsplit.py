@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
-from torchshard.core.choices import axis_groups
+from torchshard.core.choices import factor_groups
 from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.paths import star_numbers
 from torchshard.core.rows import Choice, Row
@@ -64,7 +64,7 @@ def unsplit(
     gathered = _gathered(nodes, costs.collectives)
     kinds: dict[object, list[_Op]] = {}
     for node in nodes:
-        whole = not choices[node.name].axes and node not in asked
+        whole = not choices[node.name].factors and node not in asked
         found = _Op(node, gathered.get(node, ()))
         if whole:
             op = Op.of(node)
@@ -145,7 +145,7 @@ def _why(node: fx.Node, sent: float, gathered: Gathered) -> str:
     row = node_row(node)
     if row is None:
         return _without_row(node)
-    if sent or not any(row.sizes[axis] != 1 for group in axis_groups(row) for axis in group):
+    if sent or not any(row.sizes[axis] != 1 for group in factor_groups(row) for axis in group):
         return f"what is marked ! may not be split: {row.text}"
     blame = next((n for n in _near(node) if n in gathered), None)
     if blame is not None:

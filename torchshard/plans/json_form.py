@@ -51,7 +51,7 @@ def _axis_body(plan: AxisPlan) -> dict[str, Any]:
             "choice": c.name,
             "operands": [str(x) for x in c.operands],
             "results": [str(x) for x in c.results],
-            "axes": c.axes,
+            "factors": c.factors,
         }
         for name, c in plan.choices.items()
     }
@@ -107,7 +107,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
 
 def _axis_plan(body: dict[str, Any], stored: Mapping[str, Stored]) -> AxisPlan:
     choices = {
-        name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
+        name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _factors(c["factors"]))
         for name, c in is_of(dict, body["choices"]).items()
     }
     parameters = {name: parse_layout(layout) for name, layout in is_of(dict, body["parameters"]).items()}
@@ -194,7 +194,7 @@ def _steps(body: object) -> Steps:
     )
 
 
-def _axes(body: object) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+def _factors(body: object) -> tuple[tuple[str, tuple[Part, ...]], ...]:
     return tuple(
         (is_of(str, axis), tuple((is_of(int, count), is_of(int, unit)) for count, unit in is_of(list, parts)))
         for axis, parts in is_of(list, body)

@@ -89,7 +89,7 @@ def _dropout_attention(call: Call) -> LocalFn:
             else:
                 scores = aten.add.Tensor(scores, attn_mask)
         weights = aten._safe_softmax.default(scores, -1)
-        if ctx.choice.axes[0][0] == "v":  # features are split, so every rank has all scores and the full mask
+        if ctx.choice.factors[0][0] == "v":  # features are split, so every rank has all scores and the full mask
             return aten.matmul.default(aten.dropout.default(weights, dropout_p, True), value)
         return aten.matmul.default(sliced_dropout(ctx, weights, dropout_p, len(call.tensors[0].shape)), value)
 

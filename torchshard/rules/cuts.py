@@ -48,7 +48,7 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
     start = max(start + size, 0) if start < 0 else min(start, size)
     widths = {"p": start, "q": piece, "r": size - start - piece}
     # omit empty parts before and after; q stays, because the result must have a dim
-    sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
+    sizes = {factor: width for factor, width in widths.items() if width or factor == "q"}
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
         begin = ctx.size("p") if "p" in sizes else 0
@@ -229,8 +229,8 @@ def triangle(call: Call) -> Row:
     def local(ctx: Local, x: Traced, diagonal: int = 0) -> Traced:
         # row i of a slice is row start + i of the full tensor: the diagonal moves right for rows,
         # left for columns
-        (axis,) = (name for name, _ in ctx.choice.axes)
-        start = ctx.start(axis)
-        return call.target(x, diagonal + (start if axis == "a" else -start))
+        (factor,) = (name for name, _ in ctx.choice.factors)
+        start = ctx.start(factor)
+        return call.target(x, diagonal + (start if factor == "a" else -start))
 
     return call.row("... a b -> ... a b", linear=LINEAR, local={"a": local, "b": local})

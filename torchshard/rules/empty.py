@@ -38,12 +38,14 @@ def padded_if_empty(call: Call) -> LocalFn:
     """Returns a replacement that runs the op itself, but on zeros if the rank's slice is empty."""
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced | list[Traced]:
-        axis = ctx.choice.axes[0][0]
-        if axis in ctx.row.equal or ctx.size(axis):
+        factor = ctx.choice.factors[0][0]
+        if factor in ctx.row.equal or ctx.size(factor):
             return call.target(*args, **kwargs)
         names = [name for name, tensor in call.args.items() if isinstance(tensor, TensorType)]
         operands = zip(names, ctx.choice.operands, ctx.row.operands, strict=False)
-        sharded = [(name, x.dim, _width(ctx, axis, dims[x.dim])) for name, x, dims in operands if isinstance(x, Shard)]
+        sharded = [
+            (name, x.dim, _width(ctx, factor, dims[x.dim])) for name, x, dims in operands if isinstance(x, Shard)
+        ]
         if not all(isinstance(width, int) for _, _, width in sharded):
             return call.target(*args, **kwargs)
         bound = call.bound(args, kwargs)
@@ -69,9 +71,9 @@ def anywhere(call: Call) -> Anywhere:
     return {"local": {"*": padded_if_empty(call)}, "any_size": "*"}
 
 
-def _width(ctx: Local, axis: str, dim: Dim) -> Size:
+def _width(ctx: Local, factor: str, dim: Dim) -> Size:
     """Returns the elements of a dim per element of a factor: the product of factors merged with it."""
-    return math.prod(ctx.row.sizes[a] for term in dim if axis in term for a in term if a != axis)
+    return math.prod(ctx.row.sizes[a] for term in dim if factor in term for a in term if a != factor)
 
 
 def _cut(x: Traced, layout: Layout) -> Traced:

@@ -16,7 +16,7 @@ from torchshard.rules.registry import Call, TensorType, broadcast, letters, posi
 aten = torch.ops.aten
 
 
-def own_index(ctx: Local, axis: str, index: Traced, exempt: Traced | None = None) -> tuple[Traced, Traced]:
+def own_index(ctx: Local, factor: str, index: Traced, exempt: Traced | None = None) -> tuple[Traced, Traced]:
     """Returns a global index as (this rank's index, mask of the indices that belong to other ranks).
 
     Masked indices are 0, so they are valid for a look-up; the caller masks the values.
@@ -25,18 +25,18 @@ def own_index(ctx: Local, axis: str, index: Traced, exempt: Traced | None = None
         exempt: a mask of indices that may be out of range, such as ignored labels. Any other index
             out of range is an error, as in the unsharded op; the masks would hide it.
     """
-    valid = aten.logical_and.default(aten.ge.Scalar(index, 0), aten.lt.Scalar(index, ctx.row.sizes[axis]))
+    valid = aten.logical_and.default(aten.ge.Scalar(index, 0), aten.lt.Scalar(index, ctx.row.sizes[factor]))
     valid = valid if exempt is None else aten.logical_or.default(valid, exempt)
     aten._assert_async.msg(aten.all.default(valid), "index out of range")
-    shifted = aten.sub.Tensor(index, ctx.start(axis))
-    below, above = aten.lt.Scalar(shifted, 0), aten.ge.Scalar(shifted, ctx.size(axis))
+    shifted = aten.sub.Tensor(index, ctx.start(factor))
+    below, above = aten.lt.Scalar(shifted, 0), aten.ge.Scalar(shifted, ctx.size(factor))
     outside = aten.logical_or.default(below, above)
     return aten.masked_fill.Scalar(shifted, outside, 0), outside
 
 
-def nonempty(ctx: Local, axis: str, table: Traced, dim: int, ndim: int) -> Traced:
+def nonempty(ctx: Local, factor: str, table: Traced, dim: int, ndim: int) -> Traced:
     """Returns the table, or one row of zeros if this rank's is empty: it masks all its look-ups."""
-    return table if ctx.size(axis) else append_zeros(table, dim, ndim)
+    return table if ctx.size(factor) else append_zeros(table, dim, ndim)
 
 
 @rule(aten.embedding.default)
@@ -129,7 +129,7 @@ def index_write(call: Call) -> Row | None:
     if not shape or not index:
         return None
     names, dim = letters(len(shape), used="iv"), positive(call["dim"], len(shape))
-    whole, piece = (["!" + axis if i == dim else n for i, n in enumerate(names)] for axis in "vi")
+    whole, piece = (["!" + factor if i == dim else n for i, n in enumerate(names)] for factor in "vi")
     value = call.args.get("source", call.args.get("value"))
     values = [piece if value.shape else []] if isinstance(value, TensorType) else []
     return call.row(f"{spaced(whole, ['!i'], *values)} -> {spaced(whole)}")
@@ -192,10 +192,10 @@ def index(call: Call) -> Row | None:
     ndim = max(len(indices[d].shape) for d in indexed)
     first = _first_index_dim(indexed)
     shape = call.results[0].shape[first : first + ndim]
-    axes = [f"x{i}" for i in range(ndim)]
+    factors = [f"x{i}" for i in range(ndim)]
     rest = [n for d, n in enumerate(names) if d not in indexed]
-    operands = [unsplittable(names, indexed), *(broadcast(axes, indices[d].shape, shape) for d in indexed)]
-    right = [*rest[:first], *axes, *rest[first:]]
+    operands = [unsplittable(names, indexed), *(broadcast(factors, indices[d].shape, shape) for d in indexed)]
+    right = [*rest[:first], *factors, *rest[first:]]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=[{0}])
 
 

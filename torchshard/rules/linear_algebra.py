@@ -110,9 +110,11 @@ def einsum(call: Call) -> Row | None:
     if any(len(set(o)) != len(o) for o in operands):
         return None  # a diagonal
     shapes = [t.shape for t in call.tensors]
-    sizes = {pair for axes, shape in zip(operands, shapes, strict=True) for pair in zip(axes, shape, strict=True)}
-    broadcast_axes = {axis for axis, size in sizes if size == 1} & {axis for axis, size in sizes if size != 1}
-    if broadcast_axes:  # a row can't express it: the same letter has one size
+    sizes = {pair for factors, shape in zip(operands, shapes, strict=True) for pair in zip(factors, shape, strict=True)}
+    broadcast_factors = {factor for factor, size in sizes if size == 1} & {
+        factor for factor, size in sizes if size != 1
+    }
+    if broadcast_factors:  # a row can't express it: the same letter has one size
         return None
     linear = [{i} for i in range(len(operands))]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=linear)
@@ -129,8 +131,8 @@ def _equation(call: Call) -> tuple[list[list[str]], list[str]]:
     if not arrow:  # einsum's implicit result: letters that occur once, in alphabetical order
         right = "..." * any(hidden) + "".join(sorted(name for name in set(names) if names.count(name) == 1))
 
-    def axes(term: str, count: int) -> list[str]:
+    def factors(term: str, count: int) -> list[str]:
         before, dots, after = term.partition("...")
         return [*before, *(lead[len(lead) - count :] if dots else []), *after]
 
-    return [axes(term, count) for term, count in zip(terms, hidden, strict=True)], axes(right, len(lead))
+    return [factors(term, count) for term, count in zip(terms, hidden, strict=True)], factors(right, len(lead))

@@ -29,7 +29,7 @@ def _split_softmax(call: Call, ndim: int) -> LocalFn:
     def local(ctx: Local, x: Traced, _dim: int, dtype: torch.dtype | bool | None = None) -> Traced:
         # `_softmax` has a flag, half_to_float, instead of the dtype
         x = aten.to.dtype(x, dtype) if isinstance(dtype, torch.dtype) else x
-        largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
+        largest = row_max(ctx, x, dim, ctx.choice.factors[0][0])
         shifted = aten.sub.Tensor(x, largest)
         raised = aten.exp.default(shifted)
         total = aten.sum.dim_IntList(raised, [dim], True, dtype=acc_dtype(result))
@@ -41,13 +41,13 @@ def _split_softmax(call: Call, ndim: int) -> LocalFn:
     return local
 
 
-def row_max(ctx: Local, x: Traced, dim: int, axis: str) -> Traced:
+def row_max(ctx: Local, x: Traced, dim: int, factor: str) -> Traced:
     """Returns the largest value over all ranks along a split dim, with the dim kept and no gradient.
 
     Softmax and logsumexp subtract it only for numerical range: it cancels, so its gradient is zero.
     """
     x = aten.detach.default(x)
-    if ctx.size(axis) == 0:  # amax rejects empty dims
+    if ctx.size(factor) == 0:  # amax rejects empty dims
         x = aten.constant_pad_nd.default(x, [0, 0] * (len(ctx.row.operands[0]) - 1 - dim) + [0, 1], -math.inf)
     return ops.all_reduce_max.default(aten.amax.default(x, [dim], True), ctx.group)
 
@@ -59,8 +59,8 @@ def softmax(call: Call) -> Row:
     names = letters(ndim)
     if not ndim:
         return call.row(" -> ")
-    axis = names[positive(call["dim"], ndim)]
-    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)})
+    factor = names[positive(call["dim"], ndim)]
+    return call.row(f"{spaced(names)} -> {spaced(names)}", local={factor: _split_softmax(call, ndim)})
 
 
 @rule(aten.logsumexp.default)
@@ -76,10 +76,10 @@ def logsumexp(call: Call) -> Row:
     row = f"{spaced(names)} -> {spaced(right)}"
     if len(dims) != 1:
         return call.row(row)
-    dim, axis = dims[0], names[dims[0]]
+    dim, factor = dims[0], names[dims[0]]
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
-        largest = row_max(ctx, x, dim, axis)
+        largest = row_max(ctx, x, dim, factor)
         # inf - inf is nan, but a row of only -inf (a fully masked one) must give -inf
         largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
         raised = aten.exp.default(aten.sub.Tensor(x, largest))
@@ -87,7 +87,7 @@ def logsumexp(call: Call) -> Row:
         result = cast(aten.add.Tensor(aten.log.default(total), largest), acc_dtype(dtype), dtype)
         return result if keep else aten.squeeze.dim(result, dim)
 
-    return call.row(row, local={axis: local}, reduced={axis})
+    return call.row(row, local={factor: local}, reduced={factor})
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)

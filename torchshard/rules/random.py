@@ -96,9 +96,9 @@ def feature_dropout(call: Call) -> Row:
         whole = [s if isinstance(s, int) else aten.sym_size.int(x, d) for d, s in enumerate(ctx.whole_shape()[:2])]
         mask = aten.feature_dropout.default(aten.new_ones.default(x, whole + [1] * (ndim - 2)), p, True)
         # the mask has size one in a channel's dims, so it fits any slice of those unchanged
-        axis = ctx.choice.axes[0][0]
-        dim = names.index(axis)
-        return aten.mul.Tensor(x, mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(axis) or ()))
+        factor = ctx.choice.factors[0][0]
+        dim = names.index(factor)
+        return aten.mul.Tensor(x, mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(factor) or ()))
 
     active = bool(call["train"]) and call["p"] > 0
     return call.row(f"{spaced(names)} -> {spaced(names)}", local=dict.fromkeys(names, local) if active else {})

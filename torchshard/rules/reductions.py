@@ -192,13 +192,13 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
     dtype = call.results[0].dtype
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
-        axis, x = ctx.choice.axes[0][0], prepare(x)
+        factor, x = ctx.choice.factors[0][0], prepare(x)
         constant = aten.detach.default(x)
-        if ctx.size(axis):
+        if ctx.size(factor):
             own = extreme_op(constant, dims, True)
         else:  # a placeholder of the right shape: amax rejects empty dims, and the gather needs all ranks
             own = aten.sum.dim_IntList(constant, dims, True, dtype=dtype)
-        value = extreme_op(_of_nonempty(ctx, axis, _gathered(ctx, own)), [0])
+        value = extreme_op(_of_nonempty(ctx, factor, _gathered(ctx, own)), [0])
         result = value if keep else aten.squeeze.dims(value, dims)
         if not dtype.is_floating_point:
             return result
@@ -210,9 +210,9 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
     return _of_slices(call, dims, local)
 
 
-def _of_nonempty(ctx: Local, axis: str, each: Traced) -> Traced:
+def _of_nonempty(ctx: Local, factor: str, each: Traced) -> Traced:
     """Selects, from the gathered values, those from ranks with a nonempty slice of a factor."""
-    sizes = ctx.sizes(axis)
+    sizes = ctx.sizes(factor)
     if all(sizes):
         return each
     return aten.stack.default([aten.select.int(each, 0, rank) for rank, size in enumerate(sizes) if size])
@@ -255,14 +255,14 @@ def _combined(ctx: Local, each: Traced, total: int) -> tuple[Traced, Traced]:
         each: the variance and the mean of each rank's elements.
         total: the number of elements on all ranks.
     """
-    axis = ctx.choice.axes[0][0]
-    others = total // ctx.row.sizes[axis]
+    factor = ctx.choice.factors[0][0]
+    others = total // ctx.row.sizes[factor]
 
     def moments(rank: int, size: int) -> tuple[int, Traced, Traced]:
         variance, mean = (aten.select.int(aten.select.int(each, 0, rank), 0, i) for i in range(2))
         return size * others, aten.mul.Scalar(variance, size * others), mean
 
-    slices = (moments(rank, size) for rank, size in enumerate(ctx.sizes(axis)) if size)
+    slices = (moments(rank, size) for rank, size in enumerate(ctx.sizes(factor)) if size)
     count, deviations, mean = next(slices)
     for own_count, squares, own_mean in slices:
         delta = aten.sub.Tensor(own_mean, mean)
@@ -304,15 +304,15 @@ def place_of_extreme(call: Call) -> Row:
         return reduction_row(call, dims, splits=False)
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
-        axis, x = ctx.choice.axes[0][0], aten.detach.default(x)
-        if ctx.size(axis):
+        factor, x = ctx.choice.factors[0][0], aten.detach.default(x)
+        if ctx.size(factor):
             place = call.target(x, dims[0], True)
             value = aten.gather.default(x, dims[0], place)
-            place = aten.add.Tensor(place, ctx.start(axis))
+            place = aten.add.Tensor(place, ctx.start(factor))
         else:  # a placeholder of the right shape: argmax rejects empty dims, and the gather needs all ranks
             value = place = aten.sum.dim_IntList(x, dims, True)
         own = aten.stack.default([aten.to.dtype(number, torch.float64) for number in (value, place)])
-        each = _of_nonempty(ctx, axis, _gathered(ctx, own))
+        each = _of_nonempty(ctx, factor, _gathered(ctx, own))
         values, places = (aten.select.int(each, 1, i) for i in range(2))
         found = aten.gather.default(places, 0, call.target(values, 0, True))
         return aten.to.dtype(aten.squeeze.dims(found, [0] if keep else [0, dims[0] + 1]), torch.int64)

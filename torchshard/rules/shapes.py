@@ -60,18 +60,18 @@ def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[s
         # a single dim is the product of the other side's dims, even where a dynamic size has no
         # factors
         many = right if len(left) == 1 else left
-        axes = []
+        factors = []
         for size in many:
-            axes.append(names.pop(0))
-            sizes[axes[-1]] = size
-        split = [[axis] for axis in axes]
-        return ([axes], split) if len(left) == 1 else (split, [axes])
+            factors.append(names.pop(0))
+            sizes[factors[-1]] = size
+        split = [[factor] for factor in factors]
+        return ([factors], split) if len(left) == 1 else (split, [factors])
     return _refine_products(left, right, names, sizes)
 
 
 def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
     """Repeatedly splits off the greatest common factor of both sides' current dims as a factor."""
-    axes: Refined = ([[] for _ in left], [[] for _ in right])
+    factors: Refined = ([[] for _ in left], [[] for _ in right])
     found: dict[str, Size] = {}  # added to sizes only on success: a failed run must leave no factor behind
     i = j = 0
     a, b = left[0], right[0]
@@ -80,10 +80,10 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
         if step == 1 and a != 1 and b != 1:
             return None
         if step != 1:
-            axis = names.pop(0)
-            found[axis] = step
-            axes[0][i].append(axis)
-            axes[1][j].append(axis)
+            factor = names.pop(0)
+            found[factor] = step
+            factors[0][i].append(factor)
+            factors[1][j].append(factor)
         a, b = _divided(a, step), _divided(b, step)
         if a == 1:
             i += 1
@@ -92,7 +92,7 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
             j += 1
             b = right[j] if j < len(right) else 1
     sizes |= found
-    return axes
+    return factors
 
 
 def _common_factor(a: Size, b: Size) -> Size:
@@ -136,8 +136,8 @@ def reshape_row(
             refined = _refine([left[i] for i in run[0]], [right[j] for j in run[1]], names, sizes)
         for which, indices in enumerate(run):
             for position, index in enumerate(indices):
-                axes = refined[which][position] if refined else ["!" + names.pop(0)]
-                sides[which][kept[which][index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+                factors = refined[which][position] if refined else ["!" + names.pop(0)]
+                sides[which][kept[which][index]] = factors[0] if len(factors) == 1 else f"({' '.join(factors)})"
     replacements = {} if local is None else {"*": local}
     text = f"{spaced(sides[0])} -> {spaced(sides[1])}"
     return call.row(text, sizes=sizes, linear=LINEAR, local=replacements, fills_ranks=fills_ranks, any_size="*")
@@ -159,16 +159,16 @@ def _dim_size(local: Local, x: Traced, dim: Dim) -> Size:
     if dim in dims:
         return aten.sym_size.int(x, dims.index(dim))
     size: Size = math.prod(_static(local, dim[0]))
-    for axis in dim[0]:
-        if not isinstance(local.row.sizes[axis], int):
-            index, term = next((i, terms[0]) for i, terms in enumerate(dims) if axis in terms[0])
+    for factor in dim[0]:
+        if not isinstance(local.row.sizes[factor], int):
+            index, term = next((i, terms[0]) for i, terms in enumerate(dims) if factor in terms[0])
             size = aten.sym_size.int(x, index) // math.prod(_static(local, term)) * size
     return size
 
 
-def _static(local: Local, axes: Iterable[str]) -> list[Size]:
+def _static(local: Local, factors: Iterable[str]) -> list[Size]:
     """Returns this rank's sizes of those factors that have static sizes."""
-    return [local.size(axis) for axis in axes if isinstance(local.row.sizes[axis], int)]
+    return [local.size(factor) for factor in factors if isinstance(local.row.sizes[factor], int)]
 
 
 @rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)

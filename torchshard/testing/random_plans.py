@@ -34,7 +34,7 @@ class _Prices(CostModel):
         return random.Random(f"{self.seed} {of}").random()
 
     def seconds(self, op: Op, choice: Choice) -> float:
-        return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
+        return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.factors else 0.7)
 
     def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent, Sent]:
         sent = Sent("none", 0.0, self._drawn(value.shape, step) / 2)
