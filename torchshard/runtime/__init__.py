@@ -1,7 +1,8 @@
 """A sharded model on one rank: its calls and graphs, its parameters, and its optimizers.
 
-`module` defines the model that users call, on top of `state` (its tensors) and `submodule`. A call
-goes through `call_key` (which kind of call), `compiled` (find or make the graph) and
-`call_verification`, which compares facts from `history` and `digests` across ranks. Around calls:
-`optimizers`, `training`, `measure`.
+`module` defines the model that users call. It is a `submodule`, and has a `store` (its weights), an
+`agreement` (the ranks' comparisons) and a `runner`. The runner reads a call (`reader`, with its
+`call_key`), finds its graph (`compiled`) or captures one (`capturing`), and runs it with its backward
+(`step`). `agreement` compares calls (`call_verification`) and what happened between them (`history`),
+by `digests`. Outside of calls: `state_dicts`, `optimizers`, `training`, `measure`.
 """

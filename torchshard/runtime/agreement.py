@@ -1,7 +1,7 @@
-"""The agreement of a model's ranks: what they compare before each call, and on request.
+"""Compares a model's ranks: their calls before each one runs, and their states on request.
 
-A difference is an error that every rank raises: along the axis of the model, and along those of the
-batch.
+If they differ, every rank raises an error: along the axis that splits the model, and along those
+that split the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchshard.runtime.store import WeightStore
 
 
 class Agreement:
-    """What the ranks of one model compare: their calls, and their histories since the last one."""
+    """Compares the calls of one model's ranks, and their histories since the last call."""
 
     def __init__(self, store: WeightStore, class_name: str) -> None:
         """Starts the histories of a new model.

@@ -1,4 +1,4 @@
-"""How the ranks of a model split its batch: what enters a rank's graph, and what leaves it."""
+"""Splits a model's batch across ranks: the tensors that enter a rank's graph, and the results that leave it."""
 
 from __future__ import annotations
 

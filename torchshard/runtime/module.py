@@ -3,10 +3,10 @@
 `ShardedModule` is what users call. It stores three objects, each with one job:
 
     WeightStore    this rank's slices: cut, moved, replaced, gathered, loaded            `store`
-    Agreement      what the ranks compare before a call and on request                   `agreement`
+    Agreement      compares the ranks: their calls, and on request their states          `agreement`
     Runner         finds or captures the graph of a call, and runs it                    `runner`
 
-State dicts are `state_dicts`; what its submodules do as modules of the user's classes is `submodule`.
+`state_dicts` makes its state dicts; `submodule` defines its submodules, which are of the user's classes too.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class ShardedModule(ShardedSubmodule, Notebook):
     _ts_store: WeightStore
     """This rank's slices; in the model, because its parameters refer to it and `deepcopy` must copy both together."""
     _ts_agreement: Agreement
-    """What the ranks compare."""
+    """Compares the ranks' calls and states."""
     _ts_runner: Runner
-    """What runs the calls."""
+    """Runs the calls."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Creates an instance of a subclass with the unsharded forward's signature, which training loops read."""

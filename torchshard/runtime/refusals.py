@@ -1,4 +1,4 @@
-"""The errors of what a module of a sharded model can't do, though the unsharded one can."""
+"""The errors for operations that an unsharded module supports, and a sharded one refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks agree on before they shard a model: constraints, first layouts, and weights."""
+"""Makes the ranks agree on constraints, first layouts and weights before they shard a model."""
 
 from __future__ import annotations
 

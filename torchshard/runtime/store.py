@@ -102,9 +102,9 @@ class WeightStore:
         return {name: tensors.now[name] for name in tensors.names if tensors.first(name) not in self.parameters}
 
     def update_source(self) -> None:
-        """Gives the unsharded model what a capture reads of the tensors: which need a gradient, and numbers.
+        """Updates the unsharded model before a capture: `requires_grad`, and the values of one-element buffers.
 
-        Forward may make Python numbers of buffers of one element, so these get their values.
+        Forward may convert such buffers to Python numbers.
         """
         for name, parameter in self.tensors.parameters().items():
             self.tensors.source(name).requires_grad_(parameter.requires_grad)
@@ -190,7 +190,7 @@ class WeightStore:
         self._uninitialized.check(self.tensors.now)
 
     def join_copy(self, model: ShardedSubmodule) -> None:
-        """Makes this store, a copy, that of the copied model."""
+        """Attaches this store, itself a copy, to the copied model."""
         self._model = weakref.ref(model)
         if not self.shardings.is_fixed:
             self._unfixed.append(weakref.ref(self))
