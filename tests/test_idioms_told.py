@@ -109,7 +109,7 @@ def _by_levels(module: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-NUMBER = "forward makes a Python number of a tensor's value"
+NUMBER = "forward converts a tensor's value to a Python number"
 UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a generator of the model's own": ("draws random numbers from a generator of its own", _own_generator),
     "gradients in forward": (
