@@ -317,21 +317,21 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
 
 
 def _report_is_lost(rank: int, folder: str) -> list[bool]:
-    """Saves while the store loses the leader's report that the checkpoint is committed."""
+    """Saves while the disk is too full for the leader's report that the checkpoint is committed."""
     ts.distributed.init_process_group(timeout_seconds=3)
-    model, store_set = small("some"), dist.PrefixStore.set
+    model, set_note = small("some"), Path.replace
 
-    def lossy(store: dist.Store, key: str, value: str) -> None:
-        if key.endswith("/end"):
-            raise RuntimeError("broken pipe")
-        store_set(store, key, value)
+    def full(note: Path, target: Path) -> Path:
+        if target.name == "end.note":
+            raise OSError(28, "No space left on device")
+        return set_note(note, target)
 
     ts.save(folder, model)
     before = _id(folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.PrefixStore, "set", lossy)
+        patch.setattr(Path, "replace", full)
         if rank:
-            told = refused(lambda: ts.save(folder, model), "was not completed", ts.DistributedError)
+            told = refused(lambda: ts.save(folder, model), "rank 0 did not commit", ts.DistributedError)
         else:
             ts.save(folder, model)
             told = True

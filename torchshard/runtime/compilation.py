@@ -75,7 +75,7 @@ class Compiler:
                 "a CUDA graph can't capture gloo's collectives",
                 where=self._where,
                 why=f"these options record CUDA graphs: {self}",
-                attempt="use a GPU for each rank, so that collectives run over NCCL; or pass options without CUDA graphs",
+                attempt="use a GPU for each rank, for collectives over NCCL; or pass options without CUDA graphs",
             )
         torch.compiler.cudagraph_mark_step_begin()
 
