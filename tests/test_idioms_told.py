@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: ts.check(_with("table", _quantized(8)), PLAN, example_inputs=(_x(),), mesh=2),
     ),
     "a weight that computes otherwise": (
-        "_Doubled.__torch_function__ computes them",
+        "it overrides __torch_function__",
         lambda: ts.shard(_with("weight", torch.randn(8, 6).double().as_subclass(_Doubled)), PLAN),
     ),
     "a quantized input": ("x.dequantize()", lambda: _sharded()(_quantized(3, 6))),

@@ -174,7 +174,7 @@ def is_opened(value: object) -> bool:
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
-    """Replaces unknown objects by `_Opened` ones, recursively.
+    """Replaces unknown objects with `_Opened` ones, recursively.
 
     Raises:
         InputError: an object contains itself.
@@ -287,7 +287,7 @@ def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object
 
 
 def with_keys(flat: Leaves) -> Leaves:
-    """Replaces the leaves in the structure by their keys, which can be compared."""
+    """Replaces the leaves in the structure with their keys, which can be compared."""
     spec, others = flat.structure
     return dataclasses.replace(flat, structure=(spec, tuple(map(_key, others))))
 

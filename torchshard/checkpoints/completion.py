@@ -87,7 +87,7 @@ class Completion:
         Returns when the checkpoint is committed.
 
         Raises:
-            ShardError: a rank failed or timed out. On other ranks than the leader, the checkpoint may
+            ShardError: a rank failed or timed out. On ranks other than the leader, the checkpoint may
                 be committed nevertheless: the leader's report may be late or lost.
         """
         if self._store is None:

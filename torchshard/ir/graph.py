@@ -572,7 +572,7 @@ def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: M
 
 
 def in_numbers(value: T) -> T:
-    """Replaces dynamic sizes by those of the example inputs; tensors are replaced by new ones."""
+    """Replaces dynamic sizes with those of the example inputs; tensors are replaced with new ones."""
     return cast(T, map_aggregate(cast(Any, value), _in_numbers))
 
 
