@@ -670,7 +670,7 @@ FAULTS = (
     Fault(
         "committed before all have written",
         "checkpoints/completion.py",
-        '                self._wait(number, f"rank {number}")\n',
+        '                self._wait(number, f"rank {number} did not finish writing")\n',
         "                pass\n",
         "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
     ),

@@ -45,7 +45,7 @@ def test_extra_state_and_copies_in_state_dicts(tmp_path: Path) -> None:
     ts.save(tmp_path, saved)
     ts.load(tmp_path, other)
     assert other.value == 5 and torch.equal(saved.inner.weight, other.inner.weight)
-    assert refused(lambda: ts.load(tmp_path, nn.ModuleList([other])), "other extra states", ts.InputError)
+    assert refused(lambda: ts.load(tmp_path, nn.ModuleList([other])), "modules with extra state differ", ts.InputError)
 
 
 class _Counts(nn.Module):

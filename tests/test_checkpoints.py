@@ -196,13 +196,17 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 UNFIT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
-    "other names": (lambda: nn.Sequential(*_Holds().children()), _adam, "is in the checkpoint and not in the model"),
-    "other sizes": (lambda: _Holds(3), _adam, "'a.weight' has another shape than the model's"),
-    "another dtype": (lambda: _Holds(dtype=torch.float64), _adam, "'a.weight' has another dtype than the model's"),
+    "other names": (lambda: nn.Sequential(*_Holds().children()), _adam, "only in the checkpoint: 'a.bias'"),
+    "other sizes": (lambda: _Holds(3), _adam, "'a.weight' has a different shape from the model's"),
+    "another dtype": (lambda: _Holds(dtype=torch.float64), _adam, "'a.weight' has a different dtype from the model's"),
     "tied": (lambda: _Holds(tied=True), _adam, "'b.weight' is tied to 'a.weight' in the model"),
-    "class": (_Holds, lambda m: torch.optim.SGD(m.parameters()), "is of another class"),
-    "groups": (_Holds, lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]), "has other groups"),
-    "fewer": (_Holds, lambda m: torch.optim.AdamW(m.a.parameters()), "has other groups"),
+    "class": (_Holds, lambda m: torch.optim.SGD(m.parameters()), "has a different class"),
+    "groups": (
+        _Holds,
+        lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]),
+        "different number of parameter groups",
+    ),
+    "fewer": (_Holds, lambda m: torch.optim.AdamW(m.a.parameters()), "only in one of the two: 'b.bias'"),
     "a stranger": (_Holds, lambda m: torch.optim.AdamW(_Holds().parameters()), "a parameter that is not the model's"),
     "two": (_Holds, lambda m: [_adam(m), _adam(m)], "1 optimizers were saved, and 2 are given"),
 }
@@ -212,7 +216,7 @@ def test_a_scheduler_of_another_class_changes_nothing(saved: Path) -> None:
     model = _Holds()
     optimizer, before = _adam(model), copy.deepcopy(model.state_dict())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    text = "the scheduler is of another class"
+    text = "the scheduler has a different class"
     assert refused(lambda: ts.load(saved, model, optimizer, scheduler=scheduler), text, ts.InputError)
     assert _same(before, model.state_dict()) and not optimizer.state
 
@@ -310,6 +314,33 @@ def _one_fails(rank: int, folder: str) -> list[Any]:
 @pytest.mark.nightly
 def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
     assert run_ranks(_one_fails, 2, str(tmp_path)) == [[True] * 6] * 2
+
+
+def _report_is_lost(rank: int, folder: str) -> list[bool]:
+    """Saves while the disk is too full for the leader's report that the checkpoint is committed."""
+    ts.distributed.init_process_group(timeout_seconds=3)
+    model, set_note = small("some"), Path.replace
+
+    def full(note: Path, target: Path) -> Path:
+        if target.name == "end.note":
+            raise OSError(28, "No space left on device")
+        return set_note(note, target)
+
+    ts.save(folder, model)
+    before = _id(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        if rank:
+            told = refused(lambda: ts.save(folder, model), "rank 0 did not commit", ts.DistributedError)
+        else:
+            ts.save(folder, model)
+            told = True
+    return [told, _id(folder) != before]
+
+
+@pytest.mark.nightly
+def test_a_committed_checkpoint_with_a_lost_report(tmp_path: Path) -> None:
+    assert run_ranks(_report_is_lost, 2, str(tmp_path)) == [[True] * 2] * 2
 
 
 def _each_its_own(rank: int, folder: str) -> dict[str, bool]:

@@ -257,7 +257,7 @@ def test_cuda_graphs_use_the_memory_of_the_call_before_and_hold_nothing_that_glo
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append("a call"))
     compiler, gpu = compilation.Compiler(options, where="objective="), {torch.device("cuda", 0)}
     shares = Group(0, 2, gloo_devices=frozenset({"cpu", "cuda"}))
-    with pytest.raises(ts.InputError, match="a CUDA graph can't hold what gloo sends"):
+    with pytest.raises(ts.InputError, match="a CUDA graph can't capture gloo's collectives"):
         compiler.begin_call(shares, gpu)
     compiler.begin_call(shares, {torch.device("cpu")})
     compilation.Compiler({}, where="objective=").begin_call(shares, gpu)

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: ts.check(_with("table", _quantized(8)), PLAN, example_inputs=(_x(),), mesh=2),
     ),
     "a weight that computes otherwise": (
-        "_Doubled.__torch_function__ computes them",
+        "it overrides __torch_function__",
         lambda: ts.shard(_with("weight", torch.randn(8, 6).double().as_subclass(_Doubled)), PLAN),
     ),
     "a quantized input": ("x.dequantize()", lambda: _sharded()(_quantized(3, 6))),
@@ -109,7 +109,7 @@ def _by_levels(module: nn.Module, x: Tensor) -> Tensor:
         return forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-NUMBER = "forward makes a Python number of a tensor's value"
+NUMBER = "forward converts a tensor's value to a Python number"
 UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a generator of the model's own": ("draws random numbers from a generator of its own", _own_generator),
     "gradients in forward": (

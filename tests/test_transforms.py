@@ -124,6 +124,25 @@ def test_a_forward_mode_that_runs_on_no_fakes_is_refused(body: Callable[[_Net, T
         ts.plan(model, "auto", example_inputs=(torch.randn(3, FEATURES),), mesh=2)
 
 
+def test_a_functions_own_error_within_a_forward_mode_is_reported() -> None:
+    model = _Net(lambda m, x: jvp(lambda t: m.down(m.down(t)), (m.up(x),), (m.up(x),))[1])
+    with pytest.raises(ts.CaptureError, match="must have same reduction dim") as caught:
+        ts.plan(model, "auto", example_inputs=(torch.randn(3, FEATURES),), mesh=2)
+    assert "reverse mode" not in caught.value.attempt
+
+
+def test_a_gradient_under_hooks_on_saved_tensors_is_refused_as_by_pytorch() -> None:
+    def body(m: _Net, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return grad(lambda t: _energy(m, t))(x)
+
+    x, text = torch.randn(3, FEATURES), "support saved tensor hooks"
+    with pytest.raises(RuntimeError, match=text):
+        _Net(body)(x)
+    with pytest.raises(ts.CaptureError, match=text):
+        ts.plan(_Net(body), "auto", example_inputs=(x,), mesh=2)
+
+
 class _Ensemble(nn.Module):
     """An ensemble with the members' weights in one tensor, as in PyTorch's tutorial."""
 

@@ -85,8 +85,9 @@ def shard(
         PlanError: the plan does not fit the model, the number of ranks or the memory, or is "auto" without example
             inputs.
         CaptureError: the model can't be captured as a graph.
-        InputError: an argument is invalid: the example inputs are not those of `forward`, or are on another device than
-            the model; the mesh has another number of ranks; the weights can't be read, or are another model's.
+        InputError: an argument is invalid: the example inputs are not those of `forward`, or are on a different
+            device from the model; the mesh has another number of ranks; the weights can't be read, or are
+            another model's.
         DistributedError: the ranks hold different models, or weights.
     """
     if isinstance(model, ShardedModule):

@@ -82,7 +82,7 @@ def changed(before: Attributes, after: Attributes) -> list[Place]:
 
 
 def _is_same(a: object, b: object) -> bool:
-    if a is b or isinstance(a, nn.Parameter):  # a tracer replaces parameters by tensors of its own
+    if a is b or isinstance(a, nn.Parameter):  # a tracer replaces parameters with tensors of its own
         return True
     if type(a) is not type(b) or type(a) not in COMPARED_BY_VALUE:
         return False

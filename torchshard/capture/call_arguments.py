@@ -19,7 +19,7 @@ from torchshard.core.errors import InputError
 
 
 def is_unchanged(before: Leaves, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
-    """Whether forward has appended, assigned and removed no items of a call's arguments."""
+    """Whether forward left the containers and objects among a call's arguments unchanged."""
     try:
         numbers = before.number_names
         is_number = lambda place: argument_name(place, before.positional) in numbers  # noqa: E731

@@ -115,7 +115,7 @@ class Arguments:
             self._note((*keys, name), place + _step(value, name), child)
 
     def referencing(self, value: object) -> object:
-        """Replaces each object among the arguments by a `ReferenceTo`."""
+        """Replaces each object among the arguments with a `ReferenceTo`."""
         known = self._holders.keys() - self._tops
         return pytree.tree_map(
             lambda leaf: ReferenceTo(self._holders[id(leaf)].keys) if id(leaf) in known else leaf,

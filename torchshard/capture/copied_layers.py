@@ -1,4 +1,4 @@
-"""Replaces the marks of repeated layers by the first layer's ops (see `repeated`)."""
+"""Replaces the marks of repeated layers with the first layer's ops (see `repeated`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchshard.ir.graph import is_inplace
 
 
 def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -> None:
-    """Replaces the marks of repeated layers by the first layer's ops, and removes all other marks.
+    """Replaces the marks of repeated layers with the first layer's ops, and removes all other marks.
 
     Args:
         graph: contains marks; its placeholders have meta["kind"], ["path"] and ["names"].
@@ -111,7 +111,7 @@ def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
 
 
 def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node]) -> None:
-    """Replaces the marks of one repeated layer by copies of the first layer's ops."""
+    """Replaces the marks of one repeated layer with copies of the first layer's ops."""
     graph, given = marks[0].graph, max((_args(mark)[0] for mark in marks), key=len)
     # Marks of results without a gradient list only some operands; the longest list has them all.
     copies: dict[fx.Node, fx.Node] = {mark: given[index] for mark, index in first.arguments.items()}

@@ -1,8 +1,9 @@
-"""Replaces the functions that a call of one model enters first, while the model is captured.
+"""Replaces a model's entry points, its forward and hooks, while the model is captured.
 
 `torch.export` passes a flat list of tensors, and the model's own hooks expect its real arguments.
-So the model gets a flat forward and no hooks, and has its own back while the flat forward calls it.
-All of this is stored in the model's own `__dict__`s, so other models and threads are not affected.
+So export sees a flat forward without hooks; while the flat forward calls the model, its own forward
+and hooks are back. All of this is stored in the model's own `__dict__`s, so other models are not
+affected. No other thread may call this model meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NAMES = ("forward", "_forward_hooks", "_forward_pre_hooks")
 
 
 def replace_forward(model: nn.Module, forward: Callable[..., object]) -> Callable[[], contextlib.ExitStack]:
-    """Gives a model another forward and no hooks.
+    """Gives a model a different forward and no hooks, until the caller restores its attributes.
 
     Returns:
         A function that opens a block in which the model has its own forward and hooks.

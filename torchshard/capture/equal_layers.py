@@ -49,7 +49,7 @@ class Layer:
     def is_as_before(self) -> bool:
         """Whether its attributes are unchanged since it was compared with the others."""
         now = _looks(self.module)
-        # export replaces parameters and buffers by tensors of its own
+        # export replaces parameters and buffers with tensors of its own
         same = all(now.get(place) == look for place, look in self.looks.items() if place[1] not in _TENSORS)
         return same and now.keys() == self.looks.keys() and self.parts == [*map(id, self.module.modules())]
 

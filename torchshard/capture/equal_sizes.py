@@ -1,12 +1,12 @@
-"""Finds dynamic sizes of the inputs that must be equal, or fixed, for a graph to make sense.
+"""Finds dynamic sizes of the inputs that a graph implicitly requires to be equal, or fixed.
 
     before    view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8*b//a]     a, b: the batches of two inputs
     after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          a is b
 
-PyTorch's attention views its keys by the batch size of its queries. Export does not conclude that
-the two are equal, and the quotients in its sizes can't be split. It also does not fix the factors
-of a fixed product: if `batch * length` targets are in a buffer, a shard of the batch would have a
-different number of them.
+`F.multi_head_attention_forward` views the keys with the batch size of the queries. Export does not
+conclude that the two are equal, and the quotients in its sizes can't be split. If a product of sizes
+is fixed, such as `batch * length` by the size of a buffer, export does not fix the factors. They must
+be fixed: a shard of the batch would not match the buffer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Captures one call of a module as one flat graph of ATen ops, with global shapes.
 
-`torch.export` (non-strict, training IR) runs the model on fake tensors. So linear, attention,
-layer_norm, cross_entropy and dropout stay single ops, and no parameter is read. The result becomes
-the graph that all passes work on:
+`torch.export` (non-strict) runs the model on fake tensors, so no parameter is read. In its training IR,
+linear, attention, layer_norm, cross_entropy and dropout stay single ops. The result becomes the
+graph that all passes work on:
 
     placeholders    parameters, buffers and constants first, then the call's tensors; meta["kind"], meta["path"]
     call_function   ATen ops; meta["val"] (fake, global shape), meta["module"] (path), meta["source"] (user's line)
@@ -11,14 +11,15 @@ the graph that all passes work on:
 The first two dims of each input tensor (batch, sequence) are dynamic if the model computes the same
 for any size. `Captured.assumes` checks the graph's assumptions about its inputs at each call.
 
-Data-dependent control flow raises an error. Custom `autograd.Function`s and gradient hooks are kept
+Control flow that depends on a tensor's value raises an error, except for values of one-element
+buffers (see `conditions`). Custom `autograd.Function`s and gradient hooks are kept
 whole: each is one op of the graph. The ops of an activation checkpoint are marked, because backward
 computes their values again.
 
 `torch.export` does the tracing. This module is needed because a program in training IR (PyTorch
 2.13) has regions for `no_grad` and autocast, no marks of checkpoints, and no op for Python code
-with its own backward. It could shrink to a call of `torch.export` if such programs were flat,
-marked checkpoints and kept that code whole.
+with its own backward. It will be unnecessary once such programs are flat, mark checkpoints and keep
+that code whole.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ class Captured:
     assumes: Assumption
     """Checks whether tensors satisfy the graph's assumptions about sizes."""
     guards: int = 0
-    """The number of size guards that export added; `assumes` does not check later ones."""
+    """The number of size guards after export. Later ones are passed to `assumes` when it is called."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) to which forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()
-    """Assigned places where forward leaves tensors of the call; the graph leaves none."""
+    """The places to which forward assigns tensors that depend on its inputs; the graph does not assign them."""
     conditions: tuple[tuple[Condition, Number], ...] = ()
-    """The numbers known before a call, with the values for which the graph is right."""
+    """(condition, value): the graph is valid only for calls in which each condition has this value."""
 
     def finish(self, results: Sequence[object], arguments: object) -> Any:
         """Stores the carried values from the graph's results, and returns forward's result."""
@@ -111,16 +112,16 @@ def capture(
         left: name -> split dim, of each tensor that an earlier call left in the arguments; its
             other dims may vary too.
         numbers: the places of integers in the arguments that vary between calls.
-        divided: dims of the call's tensors -> a number of ranks. A dynamic size of such a dim is
-            divisible by the ranks, with at least two elements each, in all calls of the graph or in
-            none.
+        divided: dim of the call's tensors -> number of ranks. Each graph is for calls in which a
+            dynamic size of this dim splits evenly over the ranks, with at least two elements per
+            rank, or for calls in which it does not.
         repeating: whether only the first and the last of equal layers are traced. Effects of Python
             code in the layers between are not seen: for graphs that are planned, not run.
 
     Raises:
         CaptureError: the model can't be captured; the error names the line and an alternative.
-        InputError: `forward` does not take these arguments, or a tensor is on another device than
-            the model.
+        InputError: `forward` does not take these arguments, or a tensor is on a different device
+            from the model.
     """
     call = flatten_call(model, args, kwargs or {}, numbers)
     check_inputs(model, call)
@@ -142,6 +143,11 @@ def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> 
 def captured_flat(
     model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
+    """Captures a call whose arguments are flat and checked.
+
+    Args:
+        shapes: the dynamic dims of each of the call's tensors.
+    """
     traced = trace(model, call, shapes, repeating=repeating)
     exported = traced.exported
     constants = {path: exported.constants[path] for path in exported.graph_signature.lifted_tensor_constants}
@@ -165,16 +171,16 @@ def captured_flat(
     sizes = divided_sizes(graph.graph, divided)
     graph.meta["multiples"] = frozenset(size for size, known in sizes.items() if known.fits)
     return Captured(
-        graph,
-        inputs,
-        constants,
-        traced.result,
-        traced.changes,
-        assumption(graph.graph, exported, sizes),
-        len(guards(fake_mode(graph.graph))),
-        traced.assigned,
-        traced.left,
-        traced.conditions,
+        graph=graph,
+        inputs=inputs,
+        constants=constants,
+        result=traced.result,
+        changes=traced.changes,
+        assumes=assumption(graph.graph, exported, sizes),
+        guards=len(guards(fake_mode(graph.graph))),
+        assigned=traced.assigned,
+        left=traced.left,
+        conditions=traced.conditions,
     )
 
 
@@ -182,7 +188,7 @@ def captured_flat(
 
 
 def _flatten(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
-    """Replaces temporary ops by real calls, and flattens the output; regions are inlined before."""
+    """Replaces temporary ops with real calls, and flattens the output; regions must already be inlined."""
     detach_within_no_grad(graph)
     for node in graph.nodes:
         _check_node(node)
@@ -203,22 +209,22 @@ def _check_node(node: fx.Node) -> None:
     line = line_in(node.meta.get("stack_trace") or "") or node.name
     if node.target in _READS_VALUE and not all(map(_is_only_checked, node.users)):
         raise CaptureError(
-            "forward makes a Python number of a tensor's value",
+            "forward converts a tensor's value to a Python number",
             where=line,
             why="the graph would depend on the values of a tensor: .item(), float(t) and int(t) read one",
-            attempt="compute with the tensor itself (`x * t` in place of `x * t.item()`), and call .item() outside",
+            attempt="compute with the tensor itself (`x * t` instead of `x * t.item()`), and call .item() outside",
         )
     if any(_is_generator(a) for a in pytree.tree_leaves((node.args, node.kwargs))):
         raise CaptureError(
             "forward draws random numbers from a generator of its own",
             where=line,
-            why="the ranks have one RNG state in common, PyTorch's; a generator would be a constant of the graph",
-            attempt="torch.randn(...) and the like without generator=; torch.manual_seed outside of the model",
+            why="all ranks share the state of PyTorch's default generator; another would be a constant of the graph",
+            attempt="call torch.randn(...) and the like without generator=, and torch.manual_seed outside of the model",
         )
 
 
 def _is_only_checked(user: fx.Node) -> bool:
-    """Whether a use of a tensor's value only asserts or cuts by it, which a graph can express."""
+    """Whether a use of a tensor's value only asserts on it or splits by it, which a graph can express."""
     if isinstance(user.target, torch._ops.OpOverload):
         return user.target in _CHECKS_VALUE
     return user.op == "call_function" and all(map(_is_only_checked, user.users))
@@ -235,7 +241,7 @@ _READS_VALUE = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.
 
 def _is_generator(argument: object) -> bool:
     value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
-    # Export replaces generators by script objects.
+    # Export replaces generators with script objects.
     script_object = isinstance(value, torch.ScriptObject) or type(value).__name__ in _SCRIPT_OBJECTS
     return script_object or isinstance(value, torch.Generator) or "Generator" in type(value).__name__
 
@@ -247,7 +253,7 @@ _SCRIPT_OBJECTS = ("CustomObjArgument", "FakeScriptObject")
 
 
 def _insert_whole_calls(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
-    """Replaces the temporary ops by the calls that they represent."""
+    """Replaces the temporary ops with the calls that they represent."""
     stand_ins: dict[fx.Node, WholeCall] = {}
     for node in graph.nodes:
         if node.target is WHOLE:
@@ -262,7 +268,7 @@ def _insert_whole_calls(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> No
 
 
 def _replace_stand_in(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
-    """Adds the call at its temporary op, which loses its users; a hook directly after its tensor."""
+    """Inserts the call before its temporary op, or a hook directly after its tensor; moves the op's users to it."""
     tensors, sizes, _ = node.args
     assert isinstance(tensors, Sequence) and isinstance(sizes, Sequence) and isinstance(tensors[0], fx.Node)
     count = call.operands - len(sizes)
@@ -284,9 +290,8 @@ def _replace_stand_in(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Nod
 def _insert_hook(call_node: fx.Node, hooks: set[fx.Node]) -> None:
     """Redirects the users of a hooked tensor to the hook's result.
 
-    The temporary ops of later hooks keep the tensor. Later hooks are also inserted directly after
-    the tensor, so before this one. Gradients then reach the hook that was set first before the
-    others.
+    Hooks see the gradient in the order of their registration: each later hook is inserted between
+    the tensor and the earlier ones, so backward reaches it after them.
     """
     (tensor,) = call_node.args
     assert isinstance(tensor, fx.Node)
@@ -335,8 +340,8 @@ def _warn_of_writes_in_checkpoints(graph: fx.Graph) -> None:
     if written:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
         warn(
-            f"buffer {written[0]}{more}: written to within torch.utils.checkpoint, once in a step; the unsharded model "
-            "writes again when backward computes the checkpoint again"
+            f"buffer {written[0]}{more}: updated within torch.utils.checkpoint. The sharded model updates it once per "
+            "step, the unsharded model twice, because its backward recomputes the checkpoint"
         )
 
 
@@ -353,6 +358,6 @@ def _order_placeholders(graph: fx.Graph) -> None:
     """Orders placeholders: parameters, buffers and constants first, then the call's tensors."""
     inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-    # Appending to the root puts a node first, hence the reversed order.
+    # Each node goes before the current first one, hence the reversed order.
     for node in reversed([*rest, *inputs]):
-        graph._root.append(node)
+        next(iter(graph.nodes)).prepend(node)

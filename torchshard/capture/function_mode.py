@@ -39,7 +39,7 @@ def slots_of(model: nn.Module) -> Slots:
 class CaptureMode(TorchFunctionMode):
     """The mode of one captured forward.
 
-    Export replaces parameters and buffers by fake tensors in the dicts of their modules. If another
+    Export replaces parameters and buffers with fake tensors in the dicts of their modules. If another
     object (a cache object, a list) also refers to one, forward finds the real tensor there, and the
     mode replaces it.
     """
@@ -79,7 +79,7 @@ class CaptureMode(TorchFunctionMode):
 
 def _refuse_foreign_parameters(leaves: Sequence[object]) -> None:
     for leaf in leaves:
-        # Export has replaced the model's own parameters by fake ones, so a real one is foreign.
+        # Export has replaced the model's own parameters with fake ones, so a real one is foreign.
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             if not is_fake(leaf):
                 raise CaptureError(

@@ -1,7 +1,7 @@
 """Flattens a call's arguments in one walk, if an earlier call was of the same kind.
 
-A cache contains hundreds of values. `flatten_call` analyses them in milliseconds, as long as some
-decode steps. Its result is kept, keyed by all that a walk sees except tensors: types, names, and
+A cache contains hundreds of values. `flatten_call` takes milliseconds to analyze them: as long as a
+decode step. Its result is kept, keyed by all that a walk sees except tensors: types, names, and
 the values of constants.
 """
 
@@ -22,9 +22,9 @@ _CONSTANTS = frozenset(
     {type(None), bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
 )
 """Types in which equal values give the same graph. Floats are not among them: 0.0 equals -0.0."""
-_DEEPEST = 16
+_MAX_DEPTH = 16
 """`flatten_call` handles deeper objects, and refuses those that contain themselves."""
-_MOST = 256
+_MAX_KINDS = 256
 """At most this many kinds of calls are kept."""
 
 
@@ -61,7 +61,7 @@ class KnownCalls:
         varies = varying(leaves)
         same = len(walk.tensors) == len(leaves.tensors) and all(map(lambda a, b: a is b, walk.tensors, leaves.tensors))
         if same and len(varies) == len(walk.integers):
-            if len(self._leaves) >= _MOST:
+            if len(self._leaves) >= _MAX_KINDS:
                 # `flatten` looks a call up in both, so they are cleared together.
                 self._leaves.clear()
                 self._varying.clear()
@@ -112,7 +112,7 @@ class _Walk:
         elif cls is float:
             self.seen.append((cls, repr(value)))
         else:
-            return depth < _DEEPEST and self._see_inside(cls, value, depth + 1)
+            return depth < _MAX_DEPTH and self._see_inside(cls, value, depth + 1)
         return True
 
     def _see_inside(self, cls: type, value: object, depth: int) -> bool:

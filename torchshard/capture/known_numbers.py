@@ -108,7 +108,7 @@ def _check(name: str, buffer: Tensor) -> None:
         why = f"the graph depends on the value of {name}, which has none: it is on the meta device, or freed"
         attempt = "the model with the values of its buffers"
     if why:
-        what = "forward makes a Python number of a buffer's value"
+        what = "forward converts a buffer's value to a Python number"
         raise CaptureError(what, where=calling_line() or name, why=why, attempt=attempt)
 
 

@@ -1,6 +1,6 @@
 """The properties of a tensor that Python code sees, apart from its values: class and attributes.
 
-A captured forward, a copy of a model and a sharded parameter replace tensors by others. The
+A captured forward, a copy of a model and a sharded parameter replace tensors with others. The
 replacements keep the user's class and attributes. So `isinstance(self.weight, Codebook)`,
 `self.weight.infshape` and `p._no_weight_decay` give the same results as before.
 `type(x) is torch.Tensor` and `isinstance(x.shape[0], int)` do too: inside a capture, `type` and

@@ -137,7 +137,7 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 _TRANSFORMS: tuple[tuple[Callable[[], bool], str, str], ...] = (
     (
-        # `peek_interpreter_stack`: `torch.func` has no public question for the current transform (PyTorch 2.13.0).
+        # `peek_interpreter_stack`: `torch.func` has no public query for the current transform (PyTorch 2.13.0).
         lambda: not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         "a transform of torch.func (vmap, grad, jvp, ...)",
         "a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
@@ -184,7 +184,8 @@ def check_inputs(model: nn.Module, call: Leaves) -> None:
     """Checks that every input is a plain, strided tensor.
 
     Raises:
-        InputError: an input is sparse or nested, or its class computes ops by its own code.
+        InputError: an input is sparse or nested, or its class overrides `__torch_dispatch__` or
+            `__torch_function__`.
     """
     for name, tensor in zip(call.names, call.tensors, strict=True):
         _check_tensor(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
@@ -202,15 +203,15 @@ def _check_tensor(tensor: Tensor, role: str, name: str, place: str) -> None:
     overrides = None if cls is None else next((n for n in _METHODS if not _is_default(cls, n)), None)
     if cls is not None and overrides is not None:
         raise InputError(
-            f"{role} {name} is of the class {cls.__name__}, whose ops are not those of ordinary tensors",
+            f"{role} {name} is of the class {cls.__name__}, which computes ops itself",
             where=place,
-            why=f"{cls.__name__}.{overrides} computes them; a sharded model computes with slices, plain tensors",
+            why=f"it overrides {overrides}; a sharded model computes with slices, which are plain tensors",
             attempt=_plain_code(role, name, cls, overrides),
         )
 
 
 _METHODS = ("__torch_dispatch__", "__torch_function__")
-"""The methods by which a tensor class computes ops by its own code."""
+"""The methods that a tensor class overrides to compute ops itself."""
 
 
 def _is_default(cls: type[Tensor], name: str) -> bool:
@@ -233,7 +234,7 @@ def _plain_code(role: str, name: str, cls: type[Tensor], overrides: str) -> str:
         plain = f"{variable}.{method}()"
     else:
         is_plain = overrides == "__torch_function__"
-        plain = f"{variable}.as_subclass(torch.Tensor)" if is_plain else "a plain tensor of its values"
+        plain = f"{variable}.as_subclass(torch.Tensor)" if is_plain else f"torch.tensor({variable}.tolist())"
     if role == "input":
         return plain
     made = f"torch.nn.Parameter({plain})" if role == "parameter" else plain
@@ -243,10 +244,10 @@ def _plain_code(role: str, name: str, cls: type[Tensor], overrides: str) -> str:
 def check_devices(model: nn.Module, call: Leaves) -> None:
     """Checks that every input is on the model's device; meta tensors match any device.
 
-    A tensor of one number may be on the CPU, as in PyTorch's ops.
+    A tensor without dims may be on the CPU, as in PyTorch's ops.
 
     Raises:
-        InputError: an input is on another device.
+        InputError: an input is on a different device from the model.
     """
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) != 1:
@@ -273,12 +274,12 @@ def check_weights(model: object) -> None:
         InputError: the model is not a module, or a part of it is sharded already; two parameters or
             buffers share memory without being one tensor; a parameter has gradient hooks or no
             values; a buffer requires a gradient; a parameter or buffer is sparse or nested, or its
-            class computes ops by its own code.
+            class computes ops itself.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
-            _check_is_made(tensor, role, name)
+            _check_unsharded_and_initialized(tensor, role, name)
             _check_tensor(tensor, role, name, type(model).__name__)
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
@@ -334,19 +335,19 @@ def _checked_module(model: object) -> nn.Module:
         raise InputError(
             f"a {type(model).__name__} can't be sharded",
             where="the model",
-            why="it wraps the model that is to be split, and communicates about whole parameters",
+            why="it wraps the model to shard, and all-reduces the gradients of full parameters",
             attempt="ts.shard(model.module, ...), then wrap the sharded model, over torchshard's data-parallel group",
         )
     return model
 
 
-def _check_is_made(tensor: Tensor, role: str, name: str) -> None:
+def _check_unsharded_and_initialized(tensor: Tensor, role: str, name: str) -> None:
     if isinstance(tensor, ShardedParameter):
         raise InputError(
             f"{role} {name!r} is sharded already",
             where=name,
-            why="it is a slice of a sharded model's",
-            attempt="the unsharded model, or a part of that",
+            why="it is a slice of a parameter of a sharded model",
+            attempt="pass the unsharded model, or a part of it",
         )
     if hasattr(tensor, "placements"):
         raise InputError(
@@ -378,6 +379,6 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise InputError(
             f"parameter {name!r} has no values",
             where=name,
-            why="its memory is freed, as that of the source of a sharded model is",
-            attempt="the unsharded model, before it is sharded or a copy of it",
+            why="its storage is freed, perhaps because the model was sharded",
+            attempt="pass a model that has not been sharded, such as a copy made before",
         )

@@ -40,7 +40,7 @@ def current_modes() -> Modes:
 
 
 def _current_checkpoint() -> int | None:
-    """The running checkpoint; it pushes hooks on saved tensors, or its Function is recorded."""
+    """The running checkpoint: found by its hook on saved tensors, or, if reentrant, noted in the recording."""
     recording = current_recording()
     if recording is None:
         return None

@@ -27,7 +27,7 @@ class _DropWarnings(logging.Filter):
 _FILTER = _DropWarnings()
 # The loggers of `torch._export` and of dynamic sizes are named by their modules (PyTorch 2.13.0).
 _LOGGERS = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
-"""They warn of sizes of one, static here too, and of guards, which `flat` checks at each call."""
+"""They warn of sizes of one, which are static here too, and of guards, which `Captured.assumes` checks at each call."""
 
 
 @contextlib.contextmanager

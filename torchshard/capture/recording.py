@@ -4,7 +4,7 @@ Each function that a capture intercepts asks `current_recording()` first. It is 
 do not capture, and there the function calls PyTorch's original.
 
     torch.export records    torchshard.whole(tensors, sizes, number)
-    `flat` replaces it by   recording.calls[number], called on the same operands
+    `flat` replaces it with   recording.calls[number], called on the same operands
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides whether attributes that forward assigns are a cache or log, or state, which is refused.
+"""Decides whether an attribute that forward assigns is harmless, or state that a later call reads.
 
 A graph computes one call. It does not assign plain attributes (`self.cos = ...`, `self.step += 1`),
 attributes of classes or variables of closures, so a later call of the graph could not read them.
@@ -246,7 +246,8 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
     """Compares a call on its own with the same call after another one.
 
     Returns:
-        Why the two differ ('' if they do not), and where the other call leaves tensors of its own.
+        (why the second call differs after the first one, or ''; the places to which the first call
+        assigns tensors of its own).
     """
     before = attributes(model)
     plain = [value for value in before.values() if isinstance(value, Tensor)]

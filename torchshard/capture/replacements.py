@@ -1,4 +1,4 @@
-"""Replaces functions of PyTorch that export can't record by functions that compute the same.
+"""Replaces functions of PyTorch that export can't record with functions that compute the same.
 
 torch.ctc_loss      reads the lengths: an op of ours has a fake kernel
 torch._grouped_mm   has a fake kernel for bfloat16 only: so has an op of ours, for all dtypes

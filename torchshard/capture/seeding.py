@@ -2,7 +2,7 @@
 
 A custom Function that is kept whole may seed, because it runs again in each call of the graph.
 While it runs on fake tensors, its seeding is only noted. `generators` finds forwards that seed in
-another way than by `torch.manual_seed` and the like (through `torch.default_generator`).
+a way other than by `torch.manual_seed` and the like (through `torch.default_generator`).
 
 Export in PyTorch 2.13 runs `torch.manual_seed` (`torch/random.py`) as Python code and records no
 node for it. This module is needed as long as a graph can't seed.

@@ -7,8 +7,8 @@ compared by their code and the values that it reads.
 
 PyTorch's own flattening (`torch.utils._pytree`, checked in 2.13) treats an object of an
 unregistered class as one opaque leaf, and export refuses it as an input. This module opens such
-objects, such as caches, and compares the leaves that are not tensors. It could go if export
-accepted any object as an argument and returned a key for the values that the graph depends on.
+objects, such as caches, and compares the leaves that are not tensors. It will be unnecessary once
+export accepts any object as an argument and returns a key for the values that the graph depends on.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Leaves:
     names: tuple[str, ...]
     """The place of each tensor: 'ids', 'batch.mask', 'past[0][1]'."""
     structure: tuple[str, Sequence[object]]
-    """(containers as text, other leaves). For a call: hashable, its text equal on all ranks."""
+    """(repr of the pytree spec, leaves other than tensors). For a call: hashable, and its repr equals on all ranks."""
     rebuild: Callable[..., Any]
-    """Tensors -> the nested value; a second argument is a function: `ReferenceTo` -> its object."""
+    """Rebuilds the nested value from tensors; the second argument resolves each `ReferenceTo`."""
     arguments: tuple[Sequence[object], Mapping[str, object]] = ((), {})
-    """For a call: the positional arguments and keywords as passed; `rebuild` makes similar ones."""
+    """For a call: the positional arguments and keywords as passed; `rebuild` makes new containers of equal content."""
     positional: Sequence[str] = ()
     """For a call: the parameter names of the positional arguments."""
     numbers: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ def is_opened(value: object) -> bool:
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
-    """Replaces unknown objects by `_Opened` ones, recursively.
+    """Replaces unknown objects with `_Opened` ones, recursively.
 
     Raises:
         InputError: an object contains itself.
@@ -260,7 +260,7 @@ def flatten(value: object, is_number: Callable[[str], bool] | None = None) -> Le
         for i, number in zip(numbered, numbers or (), strict=numbers is not None):
             own[i] = number
         constants = (find(leaf) if isinstance(leaf, ReferenceTo) else leaf for leaf in own)
-        full = [next(rest) if moves else leaf for moves, leaf in zip(is_tensor, constants, strict=True)]
+        full = [next(rest) if replaced else leaf for replaced, leaf in zip(is_tensor, constants, strict=True)]
         result = pytree.tree_unflatten(full, spec)
         return _close(result) if opened else result
 
@@ -278,7 +278,7 @@ def flatten(value: object, is_number: Callable[[str], bool] | None = None) -> Le
 
 
 def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object]], pytree.TreeSpec]:
-    """pytree's leaves with their paths: numbers, where a registered class lacks names."""
+    """pytree's leaves with their paths. If any class lacks key names, the path of every leaf is its index."""
     try:
         return pytree.tree_flatten_with_path(value)
     except ValueError:
@@ -287,7 +287,7 @@ def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object
 
 
 def with_keys(flat: Leaves) -> Leaves:
-    """Replaces the leaves in the structure by their keys, which can be compared."""
+    """Replaces the leaves in the structure with their keys, which can be compared."""
     spec, others = flat.structure
     return dataclasses.replace(flat, structure=(spec, tuple(map(_key, others))))
 

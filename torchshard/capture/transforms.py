@@ -3,9 +3,10 @@
     vmap(lambda w: F.linear(x, w))(weights)      expand, transpose, bmm
     grad(lambda t: net(t).tanh().sum())(x)       ..., tanh, sum, ones_like, expand, tanh_backward, mm
 
-`torch.export` records forward above autograd and the transforms. There it misses the wrapped
-tensors and the ops of a derivative. Inside a transform, ops are recorded below both, as ATen ops on
-plain tensors. Autograd then differentiates the recorded ops, including those of a derivative.
+`torch.export` traces forward above autograd and `torch.func`. There it sees neither the tensors that
+`torch.func` wraps, nor the ops that autograd runs for a derivative. So inside a transform, tracing
+moves below both, and records ATen ops on plain tensors. Autograd then differentiates the recorded
+ops, including those of a derivative.
 
 `replacements` patches the entry points: `vmap_impl` in `torch/_functorch/apis.py`;
 `grad_and_value_impl`, `_vjp_with_argnums` and `_jvp_with_argnums` in `eager_transforms.py`. Export
@@ -26,6 +27,7 @@ import torch
 # `_len_torch_function_stack`.
 from torch._C import _TorchDispatchModeKey
 from torch._ops import _get_dispatch_mode_pre_dispatch, _set_mode_pre_dispatch, unset_mode_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.overrides import _pop_mode, _push_mode
 
@@ -34,7 +36,7 @@ from torchshard.core.errors import in_short
 
 
 def is_in_transform() -> bool:
-    """Whether this thread, which captures, records below autograd: it runs a transform."""
+    """Whether this thread is inside a `torch.func` transform; valid only during a capture."""
     return _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY) is None
 
 
@@ -59,7 +61,11 @@ def _below_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Removes the hooks on saved tensors, which transforms refuse."""
+    """Removes the top hooks on saved tensors inside the block: those that the capture sets.
+
+    `torch.func.grad` refuses hooks. If the model sets more, PyTorch's error is raised, as by the
+    unsharded model.
+    """
     # `_top_saved_tensors_default_hooks`, `_pop_saved_tensors_default_hooks` and
     # `_push_saved_tensors_default_hooks`: the public `disable_saved_tensors_hooks` raises where there are hooks, and
     # removes none (PyTorch 2.13.0).
@@ -74,20 +80,24 @@ def _without_hooks() -> Iterator[None]:
 
 
 def recorded(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a transform, and records the ops that it runs."""
+    """Calls a transform and records the ops that it runs."""
     with _below_autograd():
         return transform(*args, **kwargs)
 
 
 def recorded_vjp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls and records a transform, and the function in the second place of its result."""
+    """Calls and records a transform that returns (result, vjp_fn, ...); also records later calls of `vjp_fn`."""
     result, vjp_fn, *more = recorded(transform, *args, **kwargs)
     return (result, lambda *cotangents, **how: recorded(vjp_fn, *cotangents, **how), *more)
 
 
 def recorded_jvp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls and records a forward-mode transform, which some ops support only for real tensors."""
+    """Calls and records a forward-mode transform.
+
+    Raises:
+        NotImplementedError: an op has no forward-mode rule, or none for tensors without values.
+    """
     try:
         return recorded(transform, *args, **kwargs)
-    except RuntimeError as error:
-        raise RuntimeError(f"torch.func.jvp on tensors without values: {in_short(error)}") from error
+    except (NotImplementedError, FakeTensorDeviceMismatchError) as error:
+        raise NotImplementedError(f"torch.func.jvp on tensors without values: {in_short(error)}") from error

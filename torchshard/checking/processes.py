@@ -142,7 +142,7 @@ def pieces(
 
 
 def _leaves(values: Mapping[str, object]) -> dict[str, Leaf]:
-    """Values and gradients apart, because pickle keeps no `.grad`."""
+    """Separates values from gradients: pickling a tensor drops its `.grad`."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return {name: Leaf(tensor.detach(), tensor.grad) for name, tensor in tensors.items()}
 

@@ -147,7 +147,7 @@ class Run:
             shardings: the shardings of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
-            execute: runs instead of `graphs` under PyTorch's autograd.
+            execute: runs the step; by default, `graphs` run in lockstep under PyTorch's autograd.
         """
         ranks = range(len(graphs))
         self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
@@ -245,7 +245,7 @@ class Trial:
             with _default_dtype(self.dtype):
                 execute = training(graphs)
         except Exception as error:  # for any error, training works without these graphs
-            log.warning("no graph of the backward: %s; autograd's alone is compared", in_short(error))
+            log.warning("no graph of the backward: %s; only autograd's backward is compared", in_short(error))
             return None
         try:
             return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)

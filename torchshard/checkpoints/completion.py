@@ -1,13 +1,14 @@
 """Lets ranks that save a checkpoint report to each other that they have written.
 
-They use torch.distributed's key-value store: a collective in a background thread could reach the
-backend between others, in a different order on each rank. If that store is a file, small files next
-to the checkpoint's replace it.
+They use torch.distributed's key-value store, not a collective: a collective from a background thread
+could start between the main thread's collectives, in a different order on each rank. If the store is
+a `FileStore`, small files in the save's own folder replace it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,9 +21,10 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.weights.safetensors_writer import replace_file
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _FIRST_POLL_SECONDS: Final = 0.002
-_MOST_POLL_SECONDS: Final = 0.1
-_READERS_SECONDS: Final = 5.0
+_MAX_POLL_SECONDS: Final = 0.1
+_READERS_TIMEOUT_SECONDS: Final = 5.0
 
 
 class _Notes:
@@ -85,7 +87,8 @@ class Completion:
         Returns when the checkpoint is committed.
 
         Raises:
-            ShardError: a rank has failed or timed out; the checkpoint is not committed.
+            ShardError: a rank failed or timed out. On ranks other than the leader, the checkpoint may
+                be committed nevertheless: the leader's report may be late or lost.
         """
         if self._store is None:
             if failure is not None:
@@ -107,31 +110,33 @@ class Completion:
         end = "rank 0 could not complete it"
         try:
             for number in range(self._ranks.count):
-                self._wait(number, f"rank {number}")
+                self._wait(number, f"rank {number} did not finish writing")
             commit()
             end = ""
         except ShardError as error:
             end = _text(error)
             raise
         finally:
-            self._store.set(self._key("end"), end)
-            with contextlib.suppress(RuntimeError, OSError):  # the outcome is final without readers
+            try:
+                self._store.set(self._key("end"), end)
                 self._wait_for_readers()
+            except (RuntimeError, OSError) as error:  # the outcome is final, whether or not the other ranks read it
+                log.warning("the other ranks may not learn how a checkpoint's save ended: %s", first_line(error))
 
     def _follow(self) -> None:
         try:
-            self._wait("end", "rank 0, which completes it,")
+            self._wait("end", "rank 0 did not commit the checkpoint")
         finally:
             with contextlib.suppress(RuntimeError, OSError):
                 self._store.set(self._key(f"read by {self._ranks.number}"), "")
 
     def _wait_for_readers(self) -> None:
-        """Waits for all ranks to read the outcome, up to `_READERS_SECONDS`; deletes the keys.
+        """Waits for all ranks to read the outcome, up to `_READERS_TIMEOUT_SECONDS`; deletes the keys.
 
         This process may own the store, and may exit after it returns.
         """
         readers = [self._key(f"read by {number}") for number in range(1, self._ranks.count)]
-        deadline = time.monotonic() + _READERS_SECONDS
+        deadline = time.monotonic() + _READERS_TIMEOUT_SECONDS
         while not self._store.check(readers):
             if time.monotonic() > deadline:
                 return
@@ -139,15 +144,15 @@ class Completion:
         for key in (*map(self._key, range(self._ranks.count)), self._key("end"), *readers):
             self._store.delete_key(key)
 
-    def _wait(self, key: int | str, who: str) -> None:
+    def _wait(self, key: int | str, missing: str) -> None:
         # followers wait twice as long: rank 0 may itself wait a full time-out for another rank
         seconds, poll = self._ranks.group.timeouts.verify * (2 if key == "end" else 1), _FIRST_POLL_SECONDS
         deadline = time.monotonic() + seconds
         while not self._store.check([self._key(key)]):
             if time.monotonic() > deadline:
-                raise _failed(f"{who} has not written within {seconds:g} s of this rank")
+                raise _failed(f"{missing} within {seconds:g} s after this rank did its part")
             time.sleep(poll)
-            poll = min(2 * poll, _MOST_POLL_SECONDS)
+            poll = min(2 * poll, _MAX_POLL_SECONDS)
         text = self._store.get(self._key(key)).decode()
         if text:
             raise _failed(text)
@@ -165,5 +170,5 @@ def _failed(why: str) -> DistributedError:
         "the checkpoint was not completed",
         where="ts.save",
         why=why,
-        attempt="save again; the last complete checkpoint is as it was",
+        attempt="save again; until then, ts.load reads the last complete checkpoint",
     )

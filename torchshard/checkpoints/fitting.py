@@ -1,4 +1,4 @@
-"""Checks that a checkpoint fits a model, its optimizers and schedulers, before reading any data."""
+"""Matches a checkpoint to a model, its optimizers and schedulers, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
     for optimizer in objects["optimizers"]:
         wrong = [name for name, kind in kinds.items() if not isinstance(optimizer[name], kind)]
         if wrong or len(optimizer["names"]) != len(optimizer["settings"]):
-            raise TypeError(f"{wrong or 'the groups'} of an optimizer")
+            raise TypeError(f"an optimizer has wrong {', '.join(wrong) or 'parameter groups'}")
     for name, state in objects["schedulers"]:
         if not (isinstance(name, str) and isinstance(state, dict)):
             raise TypeError("a scheduler")
@@ -93,20 +93,22 @@ def check_extra_state(checkpoint: Checkpoint, model: nn.Module, saved: Mapping[s
     """
     own, changeable = stateful_modules(model), stateful_modules(model, sharded=False)
     if {*saved} != {*own}:
-        raise unfit("the model's modules have other extra states than the checkpoint", checkpoint, SAVED_MODEL)
+        raise mismatch_error(
+            "the model's modules with extra state differ from the checkpoint's", checkpoint, SAVED_MODEL
+        )
     for path, module in own.items():
         is_equal = encode(module.get_extra_state(), allow_pickle=False) == encode(saved[path], allow_pickle=False)
         if path not in changeable and not is_equal:
-            raise unfit(
-                f"the extra state of {path or 'the model'} is another than that of the sharded model",
+            raise mismatch_error(
+                f"the extra state of {path or 'the model'} differs from the sharded model's",
                 checkpoint,
                 "load the checkpoint into the unsharded model, and shard that",
-                "what modules hold beside parameters and buffers can't change after sharding",
+                "a module's extra state can't change after sharding",
             )
 
 
-def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
-    """Returns {stored name: this rank's memory} of the model's tensors; tied names appear once."""
+def matched_items(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
+    """Returns {stored name: `Item`} for the model's tensors; tied tensors appear once."""
     found, tensors = dict[str, Item](), named_tensors(model)
     state = {
         name: value if isinstance(value, LocalSlice) else tensors[name]
@@ -114,21 +116,37 @@ def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
         if name in tensors
     }
     saved = {name.removeprefix("model/") for name in (*checkpoint.tensors, *checkpoint.aliases) if name[:6] == "model/"}
-    for name in (*sorted(saved - set(state)), *sorted(set(state) - saved)):
-        where, other = ("the checkpoint", "the model") if name in saved else ("the model", "the checkpoint")
-        raise unfit(f"{name!r} is in {where} and not in {other}", checkpoint, SAVED_MODEL)
+    _check_names(checkpoint, saved, set(state))
     first_names, stored_of, own_of = tied_names(model), dict[str, str](), dict[str, str]()
     for name, value in state.items():
         item, stored = Item.of(value), cast(SlicedTensor, checkpoint.find(f"model/{name}"))
         _check_type(name, item, stored, checkpoint)
         first = first_names.get(name, name)
         if stored_of.setdefault(first, stored.name) != stored.name:
-            raise unfit(f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE)
+            raise mismatch_error(
+                f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE
+            )
         if own_of.setdefault(stored.name, first) != first:
             other = own_of[stored.name]
-            raise unfit(f"{name!r} is tied to {other!r} in the checkpoint, and not in the model", checkpoint, _UNTIE)
+            raise mismatch_error(
+                f"{name!r} is tied to {other!r} in the checkpoint, and not in the model", checkpoint, _UNTIE
+            )
         found[stored.name] = item
     return found
+
+
+def _check_names(checkpoint: Checkpoint, saved: set[str], own: set[str]) -> None:
+    only_in = {"the checkpoint": saved - own, "the model": own - saved}
+    differences = [f"only in {where}: {_listed(names)}" for where, names in only_in.items() if names]
+    if differences:
+        what = "the model's parameters and buffers differ from the checkpoint's"
+        raise mismatch_error(what, checkpoint, SAVED_MODEL, "; ".join(differences))
+
+
+def _listed(names: set[str]) -> str:
+    shown = sorted(names)[:5]
+    more = len(names) - len(shown)
+    return ", ".join(map(repr, shown)) + (f" and {more} more" if more else "")
 
 
 def _check_type(name: str, item: Item, stored: SlicedTensor, checkpoint: Checkpoint) -> None:
@@ -140,14 +158,14 @@ def _check_type(name: str, item: Item, stored: SlicedTensor, checkpoint: Checkpo
         attempt = f"{SAVED_MODEL}; or ts.shard(..., weights={str(checkpoint.folder)!r}), which casts"
     if here != there:
         why = f"it is {there} in the checkpoint, {here} in the model"
-        raise unfit(f"{name!r} has another {what} than the model's", checkpoint, attempt, why)
+        raise mismatch_error(f"{name!r} has a different {what} from the model's", checkpoint, attempt, why)
 
 
-SAVED_MODEL = "the model that was saved"
-_UNTIE = "the model that was saved, with the same tied parameters"
+SAVED_MODEL = "load into the model that was saved"
+_UNTIE = f"{SAVED_MODEL}, with the same tied parameters"
 
 
-def unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
+def mismatch_error(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
     """Returns the error for a checkpoint that does not fit."""
     return InputError(what, where=str(checkpoint.folder), why=why, attempt=attempt)
 
@@ -159,41 +177,46 @@ def check_counts(kind: str, given: int, saved: int) -> None:
             f"{saved} {kind}s were saved, and {given} are given",
             where=f"ts.load({kind}=...)",
             why="they are matched by their order",
-            attempt=f"the {kind}s that were given to ts.save, or none of them",
+            attempt=f"pass the {kind}s that were passed to ts.save, or none of them",
         )
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    """Raises InputError if an optimizer's class or groups of parameters differ from the saved ones."""
-    name = type(optimizer).__name__
-    what, here, there = "is of another class", name, saved["class"]
-    if here == there:
-        what, here, there = "has other groups", f"{len(groups)} groups", f"{len(saved['names'])} groups"
-        for own, other in zip(groups, saved["names"], strict=False):
-            if here == there and sorted(own) != sorted(other):
-                different = sorted(set(own) ^ set(other))
-                here, there = (
-                    f"a group of {len(own)} parameters",
-                    f"one of {len(other)}, with or without {different[:3]}",
-                )
-    if here != there:
-        raise InputError(
-            f"the optimizer {what} than the saved one",
-            where="ts.load(optimizer=...)",
-            why=f"given: {here}; saved: {there}",
-            attempt="the optimizer that was saved, with the same parameters in each group; or None, to start over",
-        )
+    """Checks an optimizer before its state is loaded; warns if its class is not known to step slices.
+
+    Raises:
+        InputError: its class or parameter groups differ from the saved ones, or it can't step slices.
+    """
+    name, names = type(optimizer).__name__, saved["names"]
+    if name != saved["class"]:
+        raise _different_optimizer("class", f"given: {name}; saved: {saved['class']}")
+    if len(groups) != len(names):
+        raise _different_optimizer("number of parameter groups", f"given: {len(groups)}; saved: {len(names)}")
+    for number, (own, other) in enumerate(zip(groups, names, strict=True)):
+        if sorted(own) != sorted(other):
+            only_one = _listed(set(own) ^ set(other))
+            sizes = f"given: {len(own)} parameters; saved: {len(other)}"
+            raise _different_optimizer(f"parameter group {number}", f"{sizes}; only in one of the two: {only_one}")
     check_class_of_slices(optimizer)
 
 
+def _different_optimizer(what: str, why: str) -> InputError:
+    return InputError(
+        f"the optimizer has a different {what} from the saved one",
+        where="ts.load(optimizer=...)",
+        why=why,
+        attempt="pass the optimizer that was saved, with the same parameters in each group; or None, to start over",
+    )
+
+
 def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
-    """Raises InputError for a scheduler of another class."""
+    """Raises InputError if a scheduler's class differs from the saved one."""
     if type(scheduler).__name__ != saved_class:
         raise InputError(
-            "the scheduler is of another class than the saved one",
+            "the scheduler has a different class from the saved one",
             where="ts.load(scheduler=...)",
             why=f"given: {type(scheduler).__name__}; saved: {saved_class}",
-            attempt="the schedulers that were saved, in the same order; or None, to start over",
+            attempt="pass the schedulers that were saved, in the same order; or None, to start over",
         )
 
 
@@ -212,14 +235,18 @@ def wanted_states(
             continue
         _, _, name = stored_name.removeprefix(prefix).partition("/")
         if name not in own:
-            raise unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
+            raise mismatch_error(
+                f"{stored_name!r} belongs to no parameter of the optimizer",
+                checkpoint,
+                "pass the optimizer that was saved",
+            )
         item = Item.of(own[name])
         is_by_element = stored.shape == item.shape and bool(item.shape)
         if not is_by_element and stored.shape and item.sharding.is_split:
-            raise unfit(
-                f"{stored_name!r} is no number per element of its parameter, of which this rank has a slice",
+            raise mismatch_error(
+                f"{stored_name!r} is not elementwise, so no part of it matches this rank's slice of the parameter",
                 checkpoint,
-                "a plan that keeps the parameter whole",
+                "use a plan that keeps the parameter replicated",
                 f"it is {stored.shape}",
             )
         # optimizers keep steps on the CPU; fused and capturable ones move them when they load a state

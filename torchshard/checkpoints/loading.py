@@ -36,7 +36,7 @@ from torchshard.checkpoints.fitting import (
     check_extra_state,
     check_optimizer,
     check_scheduler,
-    fitting_model,
+    matched_items,
     saved_objects,
     wanted_states,
 )
@@ -140,7 +140,7 @@ class _Checked:
         """
         objects, rng_states = saved_objects(checkpoint, ranks)
         check_extra_state(checkpoint, model, objects["model"])
-        own = fitting_model(checkpoint, model)
+        own = matched_items(checkpoint, model)
         wanted = {
             name: Wanted(checkpoint.tensors[name], item.sharding, torch.device("cpu")) for name, item in own.items()
         }

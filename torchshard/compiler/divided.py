@@ -96,7 +96,7 @@ def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[
     """The layouts of carried values over an axis that divides the batch: a part of the batch, or replicated.
 
     Raises:
-        InputError: a value has the batch in another dim than the first, where the next call would look for it.
+        InputError: a value has the batch in a dim other than the first, where the next call would look for it.
     """
     found = dict[str, Layout]()
     for value in carried_results(captured.graph.graph):

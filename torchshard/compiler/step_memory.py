@@ -192,7 +192,7 @@ def _losses(local: fx.GraphModule) -> list[fx.Node]:
 def _backward(
     memory: _Memory, part: Segment, parts: Partition | None, saved: Sequence[Block | None], wanted: dict[str, Block]
 ) -> None:
-    """Runs a segment's backward: replaces its results' gradients in `wanted` by its arguments'."""
+    """Runs a segment's backward: replaces its results' gradients in `wanted` with its arguments'."""
     given = tuple(name in wanted for name in part.results)
     taken = {name: wanted.pop(name) for name in part.results if name in wanted}
     if parts is None:  # the gradient of a view is a view

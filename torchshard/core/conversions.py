@@ -121,7 +121,7 @@ def are_legal(steps: Steps, source: Layout, required: Iterable[Layout], *, needs
 def _without_gradient_layouts(
     source: Layout, required: Iterable[Layout], needs_grad: bool
 ) -> tuple[Layout, frozenset[Layout]]:
-    """Replaces R by I if the value needs no gradient, because the two differ in the gradient only."""
+    """Replaces R with I if the value needs no gradient, because the two differ in the gradient only."""
     if needs_grad:
         return source, frozenset(required)
     return (I if source == R else source), frozenset(I if layout == R else layout for layout in required)

@@ -228,7 +228,7 @@ def _bind_dims(
 def _with_factors(
     bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str], multiples: Collection[Size]
 ) -> list[tuple[Dim, ...]]:
-    """Replaces a factor of size `4*s` by a product of two, `s` and 4, so the second can be split.
+    """Replaces a factor of size `4*s` with a product of two, `s` and 4, so the second can be split.
 
     Args:
         sizes: the sizes of the factors, modified in place.

@@ -158,7 +158,7 @@ def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: bool = Fal
 
     Raises:
         InputError: `x` requires a gradient, and `op` has none; a mean of integers; async_op with
-            another op than SUM.
+            an op other than SUM.
     """
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)

@@ -88,7 +88,7 @@ def _of_slices(value: fx.Node) -> Bucket | None:
 
 
 def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) -> None:
-    """Replaces several collectives by one: gathers at the place of the first, sums at the last."""
+    """Replaces several collectives with one: gathers at the place of the first, sums at the last."""
     place = {node: i for i, node in enumerate(joint.graph.nodes)}
     nodes = sorted(nodes, key=place.__getitem__)  # a sum over one axis may have moved after a sum over another
     gathers, args = message.op is GATHER, list(nodes[0].args[1:])

@@ -1,4 +1,4 @@
-"""Replaces a materialised causal mask by `is_causal`, so that attention keeps its fast kernel.
+"""Replaces a materialised causal mask with `is_causal`, so that attention keeps its fast kernel.
 
     before    le = le(k_index, q_index); mask = expand(le, [b, 1, t, t]); y = attention(q, k, v, mask)
     after     y = attention(q, k, v, is_causal=True)

@@ -129,7 +129,7 @@ DECOMPOSITIONS |= {
 
 
 def inline_op(module: fx.GraphModule, node: fx.Node, autocast: Autocast = ()) -> list[fx.Node]:
-    """Replaces an op by the ops that PyTorch runs for it, and returns them.
+    """Replaces an op with the ops that PyTorch runs for it, and returns them.
 
     Returns an empty list, and leaves the op, if it creates constants or can't be traced.
 

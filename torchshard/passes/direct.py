@@ -1,4 +1,4 @@
-"""The last step before a graph runs: replaces each op by the function that is cheapest to call.
+"""The last step before a graph runs: replaces each op with the function that is cheapest to call.
 
 An operator (`torch.ops.aten.mm.default`) takes a microsecond longer to call than its function in
 PyTorch's Python bindings (`torch.mm`). The pass finds that function by trial: it calls a candidate

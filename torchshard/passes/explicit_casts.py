@@ -52,7 +52,7 @@ def explicit_casts(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed.
 
     Raises:
-        CaptureError: autocast changes an op in another way than by casting operands, and the op can't be traced.
+        CaptureError: autocast changes an op in a way other than by casting operands, and the op can't be traced.
     """
     shared: SharedCasts = {}
     changed = False

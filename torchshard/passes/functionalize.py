@@ -1,4 +1,4 @@
-"""Replaces in-place ops by functional ones, so that every value of the graph is written once.
+"""Replaces in-place ops with functional ones, so that every value of the graph is written once.
 
     before    y = slice(x, 1, 0, 1); add_ = add_(y, 1); z = mul(x, 2)
     after     y = slice(x, 1, 0, 1); add = add(y, 1); x_1 = slice_scatter(x, add, 1, 0, 1); z = mul(x_1, 2)
@@ -134,7 +134,7 @@ def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:
 
 
 def _cut_pieces(module: fx.GraphModule, written: set[int]) -> None:
-    """Replaces pieces of a written split value by slices: slices can be inverted, a split can't."""
+    """Replaces pieces of a written split value with slices: slices can be inverted, a split can't."""
     for node in list(module.graph.nodes):
         if node.target is not operator.getitem:
             continue
@@ -154,7 +154,7 @@ _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 
 def _replace(aliases: Aliases, node: fx.Node) -> None:
-    """Replaces an in-place op by a functional one, and records its writes."""
+    """Replaces an in-place op with a functional one, and records its writes."""
     names, before = [a.name for a in _written(node)], bound_args(node)
     targets = {name: before[name] for name in names}
     for name, target in targets.items():

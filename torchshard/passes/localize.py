@@ -1,4 +1,4 @@
-"""Replaces global sizes by this rank's. Earlier passes know no rank; the localized graph runs.
+"""Replaces global sizes with this rank's. Earlier passes know no rank; the localized graph runs.
 
     before    view = view(q, [2, 8, 2, 4])        f32[2,8,2,4]  S(2)
     after     view = reshape(q, [2, 8, 1, 4])     f32[2,8,1,4]  S(2)
@@ -64,7 +64,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
 
 
 def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
-    """Replaces meta['val'] by fake tensors of this rank's shapes.
+    """Replaces meta['val'] with fake tensors of this rank's shapes.
 
     Values of equal shape, dtype and device share one.
     """
@@ -109,7 +109,7 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
             # can
             source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
             part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC)
-            # `_set_replacement`: no public way to replace a size by an expression (PyTorch 2.13.0).
+            # `_set_replacement`: no public way to replace a size with an expression (PyTorch 2.13.0).
             sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
 
 

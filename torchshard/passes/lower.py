@@ -1,4 +1,4 @@
-"""The last step before a compiler takes a graph: replaces collectives by PyTorch's functional ones.
+"""The last step before a compiler takes a graph: replaces collectives with PyTorch's functional ones.
 
     before    gather_begun = begin_gather(linear, 1, [2, 8], "model")
               gather       = wait(gather_begun)
@@ -74,7 +74,7 @@ def _computed(op: object, args: Sequence[Any], x: Tensor) -> list[Tensor]:
 
 
 def _inline(computation: fx.Graph, begin: fx.Node, end: fx.Node) -> None:
-    """Replaces a collective by its computation, at `begin` and, where it needs received data, at `end`."""
+    """Replaces a collective with its computation, at `begin` and, where it needs received data, at `end`."""
     graph, copies = begin.graph, dict(zip(placeholders(computation), [node_arg(begin)], strict=True))
     (result,) = results_of(computation)
     known = {key: begin.meta[key] for key in ("module", "source") if key in begin.meta}

@@ -170,7 +170,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 
 
 def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
-    """Replaces one device by another, in arguments and in values."""
+    """Replaces one device with another, in arguments and in values."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):

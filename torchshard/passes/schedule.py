@@ -50,7 +50,7 @@ def schedule(module: fx.GraphModule) -> bool:
 
 
 def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Replaces a collective by begin and wait; returns the begin."""
+    """Replaces a collective with begin and wait; returns the begin."""
     with graph.inserting_before(node):
         begin = graph.call_function(Begin(operator_of(node), _may_take_operand(node)), node.args)
         waiting = graph.call_function(wait, (begin,))

@@ -68,7 +68,7 @@ class AxisPlan:
     choices: Mapping[str, Choice]
     """The choice of each op, by the node's name."""
     conversions: Mapping[str, Steps] = field(default_factory=dict)
-    """The conversions of each value that is required in other layouts than its own, by node name."""
+    """The conversions of each value that is required in layouts other than its own, by node name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The layout of each carried tensor, left in an argument by an earlier call, by its place there."""
     costs: Costs = field(default_factory=Costs, compare=False)

@@ -155,7 +155,7 @@ MACHINES = {
 """Machines by name. The GPU machines are hosts of eight GPUs, in bfloat16: on NVLink (AMD's
 Infinity Fabric) with a network card of 400 Gbit/s for each GPU (A100: 200), or on PCIe with two
 cards of 200 Gbit/s. "cpu-memory" and "cpu-gloo" are ranks of one core each on one machine, which
-communicate through its memory or by gloo. H100s are known to achieve 0.4 of their sheet's products
+communicate through its memory or over gloo. H100s are known to achieve 0.4 of their sheet's products
 and 0.8 of its bytes (bus bandwidths as nccl-tests measures them); the others are assumed to achieve
 the same fractions. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX
 B200, MI300X. `torchshard.measure_machine` measures the present machine, except for a network."""

@@ -44,7 +44,7 @@ class BatchSplit:
 
         Args:
             given: the inputs as the caller passed them.
-            inputs: the inputs with tensors without memory for carried slices.
+            inputs: `given`, with a tensor of global shape and without storage for each carried slice.
         """
         if self.group is None:
             return inputs, {}

@@ -49,11 +49,11 @@ class CallKey(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """A hash that is equal on every rank; Python's own differs between processes."""
+        """A hash that equal keys share in all processes; Python's `hash` differs between processes."""
         return hash_text(repr(self))
 
     @property
-    def has_gradients(self) -> bool:
+    def grad_enabled(self) -> bool:
         """Whether gradients are enabled."""
         return self.process_wide[0]
 
@@ -65,9 +65,9 @@ class CallKey(NamedTuple):
             "the part of the model that is called": self.entry or "all of it",
             "the inputs' dtypes, devices, order in memory and classes": str(self.inputs),
             "inputs that are split": str(self.layouts),
-            "inputs that need a gradient": _true(self.inputs_need_grad),
-            "parameters and buffers that need a gradient": _true(self.state_needs_grad),
-            "modules in training mode": _true(self.training),
+            "inputs that need a gradient": _true_flags(self.inputs_need_grad),
+            "parameters and buffers that need a gradient": _true_flags(self.state_needs_grad),
+            "modules in training mode": _true_flags(self.training),
             "gradients are enabled": str(grad),
             "inference mode": str(inference),
             "autocast": str(self.autocast),
@@ -77,11 +77,11 @@ class CallKey(NamedTuple):
         }
 
 
-def _true(flags: Sequence[bool]) -> str:
-    """Returns which flags are true: 'all 12', 'none', 'of 12 those with the numbers 3, 4'."""
+def _true_flags(flags: Sequence[bool]) -> str:
+    """Returns which flags are true: 'all 12', 'none', '3, 4 of 12 (counted from 0)'."""
     if len({*flags}) < 2:
         return f"all {len(flags)}" if any(flags) else "none"
-    return f"of {len(flags)} those with the numbers {', '.join(str(i) for i, flag in enumerate(flags) if flag)}"
+    return f"{', '.join(str(i) for i, flag in enumerate(flags) if flag)} of {len(flags)} (counted from 0)"
 
 
 def call_key(

@@ -90,7 +90,7 @@ class Capturer:
         shardings, constraints = self._store.shardings, self._constraints
         if shardings.is_fixed:
             constraints = constraints.with_layouts(shardings.of_model)
-        trains = call.key.has_gradients or (constraints.aim.trains and not shardings.is_fixed)
+        trains = call.key.grad_enabled or (constraints.aim.trains and not shardings.is_fixed)
         return constraints.with_gradients(trains)
 
     def _planned(
@@ -114,7 +114,7 @@ class Capturer:
         return made
 
     def _note_left(self, places: Sequence[tuple[str, ...]]) -> None:
-        """Warns about tensors that forward stores in attributes: graphs don't store them, and reading them raises."""
+        """Notes and warns of attributes to which forward assigns tensors; graphs do not, so reading them raises."""
         new = [place for place in places if place not in self._left_places]
         self._left_places.update(new)
         for path, name, *keys in new:
@@ -122,8 +122,8 @@ class Capturer:
                 self._modules[path].left.add(name)
         if new:
             warn(
-                f"forward leaves tensors in {', '.join(map(describe, new))}, which calls of a sharded model do not: "
-                "what it computes for others to read, such as an auxiliary loss, has to be among its results"
+                f"forward assigns tensors to {', '.join(map(describe, new))}; a sharded model does not assign them. "
+                "Return the values that other code reads, such as an auxiliary loss"
             )
 
 

@@ -1,7 +1,8 @@
 """Compiles a rank's graphs with `torch.compile`.
 
-It compiles the graphs of a step, not `forward`: the ranks' verification can't be compiled, and
-captured graphs contain no branches. So each compiles in one piece, whether a user requests it by
+It compiles the graphs of forward and backward, not `forward` itself, which also verifies the call
+across ranks and can't be traced. A captured graph has no branches, so it compiles with
+`fullgraph=True`, unless `can_compile` is false. Users request it by
 `ts.shard(..., objective={"compile": True})`, `model.compile()` or `torch.compile(model)`.
 """
 
@@ -35,7 +36,7 @@ log = logging.getLogger("torchshard.runtime.compilation")
 
 
 class Compiler:
-    """torch.compile with fixed options, for the graphs of a rank."""
+    """torch.compile with fixed options, for the graphs of a rank; `fullgraph` is always True."""
 
     def __init__(self, options: Mapping[str, Any], *, where: str) -> None:
         """Checks the options.
@@ -66,17 +67,17 @@ class Compiler:
             devices: the devices of the model's tensors.
 
         Raises:
-            InputError: collectives would not run by NCCL, which a CUDA graph requires.
+            InputError: collectives would not run over NCCL, which a CUDA graph requires.
         """
         gpus = [device for device in devices if device.type == "cuda"] if self._records_cuda_graphs else []
         if not gpus:
             return
         if group.size > 1 and any(map(group.aborts_on_mismatch, gpus)):
             raise InputError(
-                "a CUDA graph can't hold what gloo sends",
+                "a CUDA graph can't capture gloo's collectives",
                 where=self._where,
                 why=f"these options record CUDA graphs: {self}",
-                attempt="init_process_group() with a GPU for each rank, for NCCL; or options without CUDA graphs",
+                attempt="use a GPU for each rank, for collectives over NCCL; or pass options without CUDA graphs",
             )
         torch.compiler.cudagraph_mark_step_begin()
 
@@ -96,7 +97,7 @@ class Compiler:
         # the compiled graph returns only the values that it computes; results that are arguments are added after it
         places = {node: place for place, node in enumerate([*computed, *sources])}
         ends = [(r, places[r] if isinstance(r, fx.Node) else None) for r in results]
-        drawing = _drawing_as_ever if any(map(uses_rng, lowered.graph.nodes)) else nullcontext
+        drawing = _eager_rng if any(map(uses_rng, lowered.graph.nodes)) else nullcontext
         run = torch.compile(lowered.forward, fullgraph=True, **self._options)
         groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
 
@@ -141,30 +142,30 @@ def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
 
 
 def can_compile(local: fx.GraphModule) -> bool:
-    """Returns whether a compiler can compile a rank's graph, and PyTorch can send its values.
+    """Returns whether `torch.compile` supports every op and every collective of a rank's graph.
 
     The graph must not contain calls that are kept unsplit, and its sizes must follow from the
     inputs' sizes.
 
-    PyTorch's functional collectives, which compilers know, gather GPU tensors by NCCL only: with
-    gloo, the process ends (seen with PyTorch 2.11).
+    PyTorch's functional collectives, which compilers can trace, gather GPU tensors over NCCL only: over
+    gloo, the process crashes (last checked with PyTorch 2.11).
     """
     whole = [node for node in local.graph.nodes if isinstance(node.target, (WholeCall, Stepwise))]
     if whole:
-        log.warning("a graph is not compiled, for a compiler does not know what %s runs", whole[0].name)
+        log.warning("a graph is not compiled: %s runs Python code", whole[0].name)
         return False
     sending = local.graph.find_nodes(op="call_function", target=DISPATCH)
     if sending:
-        log.warning("a graph is not compiled, for %s finds how many rows come to a rank's experts", sending[0].name)
+        log.warning("a graph is not compiled: %s computes how many rows a rank's experts receive", sending[0].name)
         return False
     by_gloo = [node for node in local.graph.nodes if node.target in OPS and _is_gathered_by_gloo(node)]
     if by_gloo:
-        log.warning("a graph is not compiled, for %s gathers tensors of GPUs by gloo", by_gloo[0].name)
+        log.warning("a graph is not compiled: %s gathers GPU tensors over gloo", by_gloo[0].name)
     return not by_gloo
 
 
 def _is_gathered_by_gloo(node: fx.Node) -> bool:
-    """Returns whether a conversion sends GPU tensors by gloo, forward or backward, except by all-reduce."""
+    """Returns whether a conversion sends GPU tensors over gloo, forward or backward, except by all-reduce."""
     device = node_arg(node).meta["val"].device
     if device.type != "cuda" or not lookup(str(node.args[-1])).aborts_on_mismatch(device):
         return False
@@ -187,7 +188,7 @@ def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None
     return None
 
 
-def _drawing_as_ever() -> AbstractContextManager[None]:
+def _eager_rng() -> AbstractContextManager[None]:
     """A context in which Inductor draws the same random numbers as PyTorch's ops; by default it does not."""
     # `_inductor.config`: torch.compile takes no options beside a mode, and any mode needs this one (PyTorch 2.13.0).
     patched: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)

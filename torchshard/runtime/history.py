@@ -132,7 +132,7 @@ class History:
 
         Args:
             tensors: the model's parameters and buffers, by name.
-            inputs: the call's tensors on other devices than the CPU, by name.
+            inputs: the call's tensors on devices other than the CPU, by name.
         """
         if self._failures != self._group.handshake.failures:  # other calls of the group may have failed since
             self.reset()

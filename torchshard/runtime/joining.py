@@ -32,7 +32,7 @@ def join_ranks(mesh: MeshLike) -> Ranks:
 
     Raises:
         InputError: the mesh does not fit these ranks; see `read_mesh`.
-        DistributedError: `init_process_group` has made other groups than the mesh has.
+        DistributedError: `init_process_group` has made groups that differ from the mesh's.
     """
     if mesh is None or isinstance(mesh, (int, str)):
         if not is_initialized():
@@ -98,7 +98,7 @@ def _axes_of(mesh: MeshLike, ranks: Ranks) -> Mesh:
 
     Raises:
         InputError: see `read_mesh`.
-        DistributedError: the mesh has other groups than these ranks.
+        DistributedError: the mesh has different groups from these ranks.
     """
     axes = read_mesh(mesh, _world_size())
     group, replicas, size = ranks.group, ranks.replicas, axes.last.size

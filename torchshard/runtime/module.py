@@ -199,7 +199,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         """Loads this rank's slices of an unsharded state dict: a collective call.
 
         Raises:
-            InputError: a name is missing, unknown, or has another shape than the unsharded model's.
+            InputError: a name is missing, unknown, or has a different shape from the unsharded model's.
             DistributedError: the ranks were given different tensors.
         """
         state_dicts.load_full_state(self, self._ts_store, state)

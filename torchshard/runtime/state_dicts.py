@@ -133,7 +133,7 @@ def load_full_state(model: nn.Module, store: WeightStore, state: Mapping[str, Te
     """Loads this rank's slices of an unsharded state dict: a collective call.
 
     Raises:
-        InputError: a name is missing, unknown, or has another shape than the unsharded model's.
+        InputError: a name is missing, unknown, or has a different shape from the unsharded model's.
         DistributedError: the ranks were given different tensors.
     """
     what = "the ranks can't load this state dict together"

@@ -210,7 +210,7 @@ class LazyStep:
 
     They are made at the first call where autograd would not do: if backward recomputes values,
     which autograd would store; if the graph is compiled; if gradients are summed later, or in
-    another dtype than autograd's; and if hooks watch the saved values, because a checkpoint around
+    a different dtype from autograd's; and if hooks watch the saved values, because a checkpoint around
     the call runs it twice and compares.
     """
 

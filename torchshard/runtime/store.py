@@ -121,7 +121,7 @@ class WeightStore:
         """Follows the user's replacements of tensors since the last call.
 
         Raises:
-            InputError: a new tensor has another shape than the slice, or replaces only one of tied tensors.
+            InputError: a new tensor has a different shape from the slice, or replaces only one of tied tensors.
         """
         current, tensors = self.tensors.replaced(), self.tensors
         if current is None:

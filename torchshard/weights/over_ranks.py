@@ -100,7 +100,7 @@ NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
 
 
 def with_identity(operands: Tensor | Sequence[Tensor], order: float) -> Tensor | list[Tensor]:
-    """Replaces empty slices by the norm's identity element: PyTorch rejects some norms of empty tensors."""
+    """Replaces empty slices with the norm's identity element: PyTorch rejects some norms of empty tensors."""
     if not isinstance(operands, Tensor):
         return [cast(Tensor, with_identity(tensor, order)) for tensor in operands]
     return operands if operands.numel() else operands.new_full((1,), 0.0 if order >= 0 else math.inf)

@@ -8,7 +8,7 @@ which its value depends:
     w.normal_(0, 0.02)      runs
     b = zeros(8)            runs only if b is requested
 
-Dependencies are tracked by the memory that calls read and write, not by tensors. So views, and writes
+Dependencies are tracked by the storages that calls read and write, not by tensors. So views, and writes
 through views, need no special case.
 
 Source: deferred initialisation in torchdistx (`deferred_init`), which replays each tensor's calls separately.
@@ -77,9 +77,9 @@ class Entry:
     results: tuple[int | None, ...]
     """The slots of the results that are new tensors; None for others."""
     written: frozenset[int]
-    """The memories that the call writes to, by number."""
+    """The storages that the call writes to, by number."""
     read: frozenset[int]
-    """The memories with values that the result may depend on, by number."""
+    """The storages with values that the result may depend on, by number."""
     draws: bool
     """Whether the call draws from the process's default generator."""
     default_dtype: torch.dtype
@@ -96,10 +96,10 @@ class Tape:
     examples: list[Tensor] = field(default_factory=list)
     """Slot -> a meta tensor with its shape and strides."""
     memories: list[int] = field(default_factory=list)
-    """Slot -> the number of its memory; a tensor and its views share one."""
+    """Slot -> the number of its storage; a tensor and its views share one."""
 
     marks: dict[int, int] = field(default_factory=dict)
-    """Hash of an RNG state that `add` set -> the number of the draw before it."""
+    """Hash of a placeholder RNG state that `add` set -> the number of the draw before it."""
 
     def add(self, entry: Entry) -> None:
         """Records a call.
@@ -116,7 +116,7 @@ class Tape:
 
     @property
     def is_latest(self) -> bool:
-        """Whether the process's RNG is in a state that `add` set: no other code drew or seeded since."""
+        """Whether the process's RNG is in a state that `add` set, or was restored to one."""
         return hash_tensor(torch.get_rng_state()) in self.marks
 
     def digest(self, wanted: Sequence[int]) -> str:

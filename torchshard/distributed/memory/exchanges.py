@@ -77,7 +77,7 @@ class Exchange:
 
 
 def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Exchange:
-    """Replaces this rank's tensors by the combination of all ranks'."""
+    """Replaces this rank's tensors with the combination of all ranks'."""
     for x in tensors:
         _check_reduces(x, op)
 
@@ -89,7 +89,7 @@ def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Excha
 
 
 def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
-    """Replaces one rank's tensor by the combination of all ranks'."""
+    """Replaces one rank's tensor with the combination of all ranks'."""
     _check_reduces(tensor, op)
 
     def finish(posts: list[Post]) -> None:
@@ -100,7 +100,7 @@ def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
 
 
 def broadcast(calls: Calls, tensors: Sequence[Tensor], root: int) -> Exchange:
-    """Replaces all ranks' tensors by one rank's."""
+    """Replaces all ranks' tensors with one rank's."""
     sends = calls.board.rank == root
 
     def finish(posts: list[Post]) -> None:

@@ -136,7 +136,7 @@ def _is_shown(node: fx.Node) -> bool:
 
 
 def _fold(box: Box, frame: Frame) -> None:
-    """Folds equal consecutive boxes into one, and replaces a box with one item by the item.
+    """Folds equal consecutive boxes into one, and replaces a box with one item with the item.
 
     Such an item gets both titles.
     """
