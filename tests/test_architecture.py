@@ -93,6 +93,8 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 """In lines. Functions are counted without their docstrings; `ruff` limits their branches (pyproject.toml)."""
+
+
 def test_files_can_be_read_in_one_sitting() -> None:
     lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
     assert not {module: count for module, count in lines.items() if count > LONGEST_FILE}, "split it by subject"
