@@ -209,7 +209,7 @@ def test_what_a_checkpoint_writes_twice_is_told(between: Any) -> None:
             warnings.simplefilter("always")
             sharded(torch.randn(4, 6))
         wanted = is_training or between is _assigned_in_a_checkpoint
-        assert any("once in a step" in str(warning.message) for warning in found) == wanted
+        assert any("once per step" in str(warning.message) for warning in found) == wanted
 
 
 def _change(change: Callable[[Any], object], *, first: bool = True) -> Callable[[Any, Tensor], Tensor]:

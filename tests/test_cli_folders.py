@@ -61,7 +61,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
         models.append(model)
         return ts.check(model, *args, **kwargs)
 
-    monkeypatch.setattr("torchshard.cli.sources.check", noted)
+    monkeypatch.setattr("torchshard.cli.checks.check", noted)
     return models
 
 
@@ -103,7 +103,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_it_is_planned(
     change, text = FOLDER_ERRORS[name]
     change(_saved(tmp_path))
     monkeypatch.setattr(ts, "plan", None)
-    monkeypatch.setattr("torchshard.cli.sources.check", None)
+    monkeypatch.setattr("torchshard.cli.checks.check", None)
     for which in ("plan", "check"):
         assert command(which, str(tmp_path)) == 3
         said = capsys.readouterr().err
