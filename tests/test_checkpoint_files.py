@@ -354,3 +354,11 @@ def test_what_would_be_pickled_is_refused_both_ways(data: Any) -> None:
         encode(data, allow_pickle=False)
     with pytest.raises(ts.InputError, match="as a pickle"):
         decode(encode(data, allow_pickle=True), allow_pickle=False)
+
+
+def test_a_copy_of_a_slices_attributes_has_its_place() -> None:
+    """Stagers of async saves copy `__dict__` to a plain tensor."""
+    for own in (_slice(), _slice().clone(), _slice() * 2):
+        plain = torch.empty(own.shape)
+        plain.__dict__.update(vars(own))
+        assert getattr(plain, PLACE) == _slice().place

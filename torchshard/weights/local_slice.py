@@ -128,12 +128,12 @@ class LocalSlice(Checkpointable):
         """Sets the attributes of a slice with the model of another, and its type unless `of` is given."""
         self.sharding, self.whole = of or (like.sharding, like.whole)
         self.path, self.at, self.owner = like.path, like.at, like.owner
-        if not like.is_stored:
-            self.ranks = like.ranks
+        vars(self).update({PLACE: self.place} if like.is_stored else {"ranks": like.ranks})
 
     def _locate(self, place: SlicePlace) -> None:
         self.path, self.whole = place[0], tuple(place[4])
         self.sharding, self.at = held_at(place)
+        vars(self)[PLACE] = place  # stagers of async saves copy attributes, but not the class
 
     @property
     def is_split(self) -> bool:
