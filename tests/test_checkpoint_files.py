@@ -32,8 +32,9 @@ from torchshard.core.sharding import Sharding
 from torchshard.distributed.objects import decode, encode
 from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
-from torchshard.weights.local_slice import LocalSlice, mark_copies
-from torchshard.weights.place import PLACE
+from torchshard.weights.local_slice import LocalSlice
+from torchshard.weights.place import PLACE, is_same_slice
+from torchshard.weights.restored import mark_copies
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
 
@@ -362,3 +363,11 @@ def test_a_copy_of_a_slices_attributes_has_its_place() -> None:
         plain = torch.empty(own.shape)
         plain.__dict__.update(vars(own))
         assert getattr(plain, PLACE) == _slice().place
+
+
+@pytest.mark.parametrize("place", [("w", "Z(9)", 0, 2, (6, 2)), "w", None], ids=str)
+def test_a_place_that_cannot_be_read_does_not_keep_a_file_from_being_read(place: Any) -> None:
+    """Loading it into a model is what refuses it: a tool may look at the values."""
+    given = LocalSlice.stored(torch.ones(3, 2), place)
+    assert torch.equal(given.plain, torch.ones(3, 2)) and getattr(given, PLACE) == place
+    assert not is_same_slice(given.place, _slice().place)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.utils.prune
@@ -98,7 +97,6 @@ def _casts(rank: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.nightly
 def test_parameters_may_be_cast_in_place() -> None:
     for found in run_ranks(_casts, 2):
         assert len(found) == len(CASTS) + 1 and largest(*found.values()) < 1e-6, found

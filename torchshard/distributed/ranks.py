@@ -28,8 +28,13 @@ T = TypeVar("T")
 class Held(Protocol):
     """A slice with its sharding and its ranks."""
 
-    sharding: Sharding
-    ranks: Ranks
+    @property
+    def sharding(self) -> Sharding:
+        """The sharding over the ranks."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of its model."""
 
 
 def widest(tensors: Iterable[object]) -> Ranks:

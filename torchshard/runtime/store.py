@@ -86,10 +86,11 @@ class WeightStore:
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """Returns the parameter with this first name and memory; tied names share one object."""
-        parameter = self.parameters.get(name)
-        if parameter is None or storage_id(parameter) != storage_id(tensor):
-            source = self.tensors.source(name)
-            of = self.shardings.of(name)
+        parameter, source, of = self.parameters.get(name), self.tensors.source(name), self.shardings.of(name)
+        if parameter is tensor:  # `torch.utils.swap_tensors` keeps the object and changes its class
+            parameter = ShardedParameter.converted(tensor)
+            parameter.become(SliceType(of, source.shape), self.ranks, name, self._model())
+        elif parameter is None or storage_id(parameter) != storage_id(tensor):
             parameter = ShardedParameter.of(tensor, of, self.ranks, name, source.shape, self._model())
             copy_attributes(source, parameter)
             parameter.grad = tensor.grad

@@ -24,6 +24,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 
 import torch
@@ -34,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import Place
-from torchshard.core.sharding import UNSHARDED, Sharding
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
 from torchshard.weights.dcp import Checkpointable
@@ -47,7 +48,7 @@ from torchshard.weights.over_ranks import (
     whole_norms,
     with_identity,
 )
-from torchshard.weights.place import PLACE, SlicePlace, held_at, place_text, slice_place, types_of
+from torchshard.weights.place import NOWHERE, PLACE, SlicePlace, held_at, place_text, slice_place, types_of
 from torchshard.weights.slice_calls import OVERWRITING, SliceCall, explain
 
 P = ParamSpec("P")
@@ -79,16 +80,12 @@ def watched(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class LocalSlice(Checkpointable):
-    """This rank's slice of a distributed tensor, or a replicated tensor of a sharded model."""
+    """This rank's slice of a distributed tensor, or a replicated tensor of a sharded model.
 
-    sharding: Sharding = UNSHARDED
-    """The sharding over the ranks."""
-    whole: tuple[int, ...] = ()
-    """The global shape."""
-    path: str = ""
-    """The parameter's name in the model."""
-    at: Place
-    """The place of its rank on the mesh."""
+    A stored slice, of a state dict or a file, has only its place, and the attributes derive from that. A place
+    from a file is not read before it is needed: it may contain anything.
+    """
+
     ranks: Ranks
     """The ranks of its model; missing for a slice in a state dict or a file."""
     owner: Callable[[], object] = staticmethod(lambda: None)
@@ -98,7 +95,7 @@ class LocalSlice(Checkpointable):
     def stored(tensor: Tensor, place: SlicePlace) -> LocalSlice:
         """Returns a slice of a state dict with this place that shares the tensor's memory, without autograd history."""
         marked: LocalSlice = torch.Tensor._make_subclass(LocalSlice, tensor.detach(), tensor.requires_grad)
-        marked._locate(place)
+        marked._become_stored(place)
         return marked
 
     @classmethod
@@ -109,16 +106,17 @@ class LocalSlice(Checkpointable):
         marked.become_like(like, of)
         return marked
 
-    @staticmethod
-    def converted(tensor: Tensor) -> LocalSlice:
+    @classmethod
+    def converted(cls, tensor: Tensor) -> Self:
         """Converts a tensor into a slice in place, for code that already references it; its attributes follow."""
         if isinstance(tensor, nn.Parameter):
             tensor._is_param = True  # as `nn.Parameter` does for other classes (PyTorch 2.13.0; pytorch/pytorch#73459)
-        tensor.__class__ = LocalSlice
-        return cast(LocalSlice, tensor)
+        tensor.__class__ = cls
+        return cast(Self, tensor)
 
     def become(self, of: SliceType, ranks: Ranks, path: str, owner: object = None) -> None:
         """Sets the attributes of a model's slice; `owner` is the sharded model."""
+        vars(self).pop(PLACE, None)
         self.sharding, self.whole = of
         self.ranks, self.at, self.path = ranks, ranks.place, path
         if owner is not None:
@@ -126,14 +124,37 @@ class LocalSlice(Checkpointable):
 
     def become_like(self, like: LocalSlice, of: SliceType | None = None) -> None:
         """Sets the attributes of a slice with the model of another, and its type unless `of` is given."""
-        self.sharding, self.whole = of or (like.sharding, like.whole)
-        self.path, self.at, self.owner = like.path, like.at, like.owner
-        vars(self).update({PLACE: self.place} if like.is_stored else {"ranks": like.ranks})
+        sharding, whole = of or (like.sharding, like.whole)
+        if like.is_stored:
+            self._become_stored(slice_place(like.path, sharding, like.at, whole))
+        else:
+            self.become(SliceType(sharding, whole), like.ranks, like.path)
+            self.owner = like.owner
 
-    def _locate(self, place: SlicePlace) -> None:
-        self.path, self.whole = place[0], tuple(place[4])
-        self.sharding, self.at = held_at(place)
-        vars(self)[PLACE] = place  # stagers of async saves copy attributes, but not the class
+    def _become_stored(self, place: SlicePlace) -> None:
+        for name in ("sharding", "at", "whole", "path"):
+            vars(self).pop(name, None)  # derived from the former place
+        vars(self)[PLACE] = place
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        """The sharding over the ranks."""
+        return held_at(self.place)[0]
+
+    @cached_property
+    def at(self) -> Place:
+        """The place of its rank on the mesh."""
+        return held_at(self.place)[1]
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.place[4])
+
+    @cached_property
+    def path(self) -> str:
+        """The parameter's name in the model."""
+        return self.place[0]
 
     @property
     def is_split(self) -> bool:
@@ -148,12 +169,14 @@ class LocalSlice(Checkpointable):
     @property
     def place(self) -> SlicePlace:
         """The place of the slice, as stored in state dicts."""
+        if self.is_stored:
+            return cast(SlicePlace, vars(self).get(PLACE, NOWHERE))
         return slice_place(self.path, self.sharding, self.at, self.whole)
 
     @property
     def _torchshard_place(self) -> SlicePlace | None:
         """The place if the tensor is split; plain tensors from files have an attribute of this name."""
-        return self.place if self.is_split else None
+        return self.place if PLACE in vars(self) or self.is_split else None
 
     @property
     def with_place(self) -> Tensor:
@@ -161,8 +184,8 @@ class LocalSlice(Checkpointable):
         plain = self.plain
         if isinstance(self, nn.Parameter):
             plain = nn.Parameter(plain.detach(), self.requires_grad)
-        if self.is_split:
-            vars(plain)[PLACE] = self.place
+        if (place := self._torchshard_place) is not None:
+            vars(plain)[PLACE] = place
         return plain
 
     @classmethod
@@ -327,35 +350,6 @@ def _is_stored(args: Sequence[Any]) -> bool:
         if isinstance(first, LocalSlice):
             return first.is_stored
     return any(isinstance(leaf, LocalSlice) and leaf.is_stored for leaf in pytree.tree_leaves(args))
-
-
-class _PlaceOfTensors:
-    """A descriptor on `torch.Tensor` for the place of a slice; setting it turns the tensor into a slice.
-
-    `copy.copy`, pickles and files create plain tensors first; PyTorch then sets their attributes.
-    """
-
-    def __get__(self, tensor: Tensor | None, owner: object = None) -> object:
-        if tensor is None:
-            return self  # `torch.overrides` reads all attributes of the class
-        if PLACE not in vars(tensor):
-            raise AttributeError(PLACE)
-        return vars(tensor)[PLACE]
-
-    def __set__(self, tensor: Tensor, place: SlicePlace) -> None:
-        if type(tensor) in (Tensor, nn.Parameter):
-            LocalSlice.converted(tensor)._locate(place)
-        else:
-            vars(tensor)[PLACE] = place
-
-
-def mark_copies() -> None:
-    """Installs the descriptor that marks copies of slices, and slices from files, as slices.
-
-    Only a process with a sharded model installs it; a tool that joins slices from files must not.
-    """
-    if PLACE not in vars(Tensor):
-        setattr(Tensor, PLACE, _PlaceOfTensors())
 
 
 # --- drawing into slices ---------------------------------------------------------------------------------------------

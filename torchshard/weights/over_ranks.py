@@ -33,10 +33,12 @@ AVERAGING = "torch.distributed.algorithms.model_averaging.utils"
 class Slice(Held, Protocol):
     """The attributes of a slice that are read here."""
 
-    path: str
-    """The parameter's name in the model."""
     owner: Callable[[], object]
     """Returns the sharded model that it belongs to."""
+
+    @property
+    def path(self) -> str:
+        """The parameter's name in the model."""
 
     @property
     def is_stored(self) -> bool:
@@ -45,6 +47,10 @@ class Slice(Held, Protocol):
     @property
     def place(self) -> SlicePlace:
         """The place in the full tensor."""
+
+    @property
+    def plain(self) -> Tensor:
+        """A plain tensor that shares its memory."""
 
 
 def is_of_a_model(tensor: object) -> TypeGuard[Slice]:

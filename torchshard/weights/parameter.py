@@ -23,8 +23,9 @@ from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
 from torchshard.weights.following import SliceType
-from torchshard.weights.local_slice import LocalSlice, gradient_for, mark_copies, unwatched
+from torchshard.weights.local_slice import LocalSlice, gradient_for, unwatched
 from torchshard.weights.over_ranks import AVERAGING, check_averaging, check_other_group
+from torchshard.weights.restored import mark_copies
 
 T = TypeVar("T")
 
@@ -85,10 +86,9 @@ class ShardedParameter(LocalSlice, nn.Parameter):
         Changes its class in place: the user, or an optimizer, may reference the object.
         """
         if type(parameter) in (nn.Parameter, LocalSlice) and parameter.shape == self.shape:
-            parameter.__class__ = ShardedParameter
-            if isinstance(parameter, ShardedParameter):
-                parameter.become_like(self)
-                parameter.unsummed = {}
+            adopted = ShardedParameter.converted(parameter)
+            adopted.become_like(self)
+            adopted.unsummed = {}
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # read-only in C++ too, whatever the stub says

@@ -18,6 +18,8 @@ For a sharding with several placements, rank and number are tuples with one entr
 """
 PLACE = "_torchshard_place"
 """The tensor attribute for the SlicePlace. It is part of the file format: saved tensors have it too."""
+NOWHERE: SlicePlace = ("", "I", 0, 1, ())
+"""The place of a tensor that is no slice."""
 
 
 def slice_place(name: str, of: Sharding, place: Place, whole: Sequence[int]) -> SlicePlace:
