@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -24,11 +24,11 @@ from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Mesh
 from torchshard.distributed.ranks import Ranks
-from torchshard.plans.objective import Aim, ObjectiveLike, check_option, read_aim, read_objective
+from torchshard.plans.objective import Aim, Objective, ObjectiveLike, check_option, read_aim, read_objective
 from torchshard.plans.plan import Plan
 from torchshard.plans.proposals import Proposal, Proposals
 from torchshard.plans.proposals import meshes as proposed_meshes
-from torchshard.runtime.compilation import compiler_of
+from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.joining import join_ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.adapters import with_adapter
@@ -97,19 +97,32 @@ def shard(
             why=f"it is split over {model.group.size} ranks",
             attempt="shard the unsharded model again, with the other plan",
         )
-    ranks = _joined(mesh, objective, inputs)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, objective, inputs, weights)
+    return _shard(model, plan, example_inputs, example_kwargs, weights, _Request.of(mesh, objective, inputs))
 
 
-def _joined(mesh: MeshLike, objective: ObjectiveLike | None, inputs: Inputs) -> Ranks:
-    """Checks the arguments that need no other rank, and joins the ranks of the mesh.
+class _Request(NamedTuple):
+    """The arguments of `shard` and `from_pretrained` that don't depend on the model."""
 
-    Raises:
-        InputError: an argument is invalid.
-    """
-    compiler_of(read_objective(objective).compile, where="objective=")
+    ranks: Ranks
+    objective: Objective
+    compiler: Compiler | None
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, mesh: MeshLike, objective: ObjectiveLike | None, inputs: Inputs) -> _Request:
+        """Checks the arguments that need no other rank, then joins the ranks of the mesh.
+
+        Raises:
+            InputError: an argument is invalid.
+        """
+        read = read_objective(objective)
+        compiler = compiler_of(read.compile, where="objective=")
+        _check_inputs(inputs)
+        return cls(join_ranks(mesh), read, compiler, inputs)
+
+
+def _check_inputs(inputs: Inputs) -> None:
     check_option("inputs", inputs, Inputs, "kind of inputs", "each rank's part of the batch; 'global': all of it")
-    return join_ranks(mesh)
 
 
 def _shard(
@@ -117,12 +130,10 @@ def _shard(
     plan: PlanLike,
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
-    ranks: Ranks,
-    objective: ObjectiveLike | None,
-    inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
+    request: _Request,
 ) -> ShardedModule:
-    aim = read_aim(objective, device_type(model))
+    aim = read_aim(request.objective, device_type(model))
     check_examples(example_inputs, example_kwargs)
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(
@@ -137,12 +148,12 @@ def _shard(
         made = ShardedModule(
             model,
             plan,
-            ranks,
+            request.ranks,
             aim,
-            whole_batches=inputs == "global",
+            whole_batches=request.inputs == "global",
             cut=not has_example,
             weights=weights,
-            compiler=compiler_of(read_objective(objective).compile, where="objective="),
+            compiler=request.compiler,
         )
     if has_example:
         with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
@@ -206,7 +217,7 @@ def from_pretrained(
             attempt=f"{near[0]}=" if near else "objective= for what the plan is optimised for, mesh= for the ranks",
         )
     adapter, train, dtype = build.get("adapter"), build.get("train", False), build.get("dtype")
-    ranks = _joined(mesh, objective, inputs)
+    request = _Request.of(mesh, objective, inputs)
 
     def built() -> tuple[nn.Module, Weights]:
         with without_garbage_collection():
@@ -216,10 +227,10 @@ def from_pretrained(
                 model = lazy_pretrained(folder, dtype, train=train)
             return (model, weights) if adapter is None else with_adapter(model, weights, adapter, is_trainable=train)
 
-    model, read = ranks.run_on_all(built, InputError, "the ranks can't build this model together")
+    model, read = request.ranks.run_on_all(built, InputError, "the ranks can't build this model together")
     if build.get("device") is not None:
         model = model.to(build["device"])
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, objective, inputs, read)
+    return _shard(model, plan, example_inputs, example_kwargs, read, request)
 
 
 def plan(
@@ -245,7 +256,7 @@ def plan(
         PlanError, CaptureError, InputError: as `shard`. With the objective's `memory` a given Plan must fit.
     """
     ranks = read_mesh(mesh)
-    check_option("inputs", inputs, Inputs, "kind of inputs", "a rank's part of the batch; 'global': all of it")
+    _check_inputs(inputs)
     aim = read_aim(objective, device_type(model))
     replaced: tuple[str, ...] = ()
     if isinstance(example_inputs, DecodeStep):

@@ -47,10 +47,8 @@ def as_options(text: str) -> str:
 
 def mesh_of(options: argparse.Namespace) -> MeshLike:
     """Returns the requested mesh, or number of ranks; two ranks by default."""
-    if options.mesh is not None:
-        mesh: MeshLike = options.mesh
-        return mesh
-    return 2 if options.ranks is None else options.ranks
+    given: MeshLike = options.ranks if options.mesh is None else options.mesh
+    return 2 if given is None else given
 
 
 def objective_of(options: argparse.Namespace) -> dict[str, Any]:

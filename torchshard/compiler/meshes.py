@@ -65,7 +65,7 @@ def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
     if mesh is None or isinstance(mesh, (int, str)):
         holds: Holds = "weights"
         if isinstance(mesh, str):
-            check_holds(mesh)
+            _check_holds(mesh)
             holds = mesh
         number = mesh if isinstance(mesh, int) else world_size
         if not is_count(number):
@@ -104,7 +104,7 @@ def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
     return Mesh((*across, last))
 
 
-def check_holds(holds: object) -> None:
+def _check_holds(holds: object) -> None:
     """Checks what an axis holds.
 
     Raises:
@@ -148,7 +148,7 @@ def _axes(mesh: object) -> _Axes:
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
             raise _error(f"{name!r} is no name of an axis", "letters, digits, _ and -, such as 'dp'")
     for name, held in holds.items():
-        check_holds(held)
+        _check_holds(held)
         if name not in sizes:
             raise _error(f"the mesh has no axis {name!r}", " or ".join(map(repr, sizes)))
     if not sizes:

@@ -38,7 +38,7 @@ def _run(row: Conversion, x: Tensor, args: OpArgs, of: str = "", *, eager: bool 
     """Runs a conversion on this rank.
 
     Args:
-        of, eager: see `kernels.start`.
+        of, eager: see `convert.start`.
     """
     source, target = layouts_of(row.name, args)
     return start(row.kernel, x, source, target, _group(args), of, eager=eager).wait()

@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Kernels:
-    """One rank's side of the collectives; arguments are those of `distributed.kernels`."""
+    """One rank's side of the collectives; arguments are those of `distributed.convert`."""
 
     lookup: Callable[[str], RankInGroup]
     """Returns the group of a name, real or simulated."""

@@ -111,7 +111,7 @@ class Agreement:
         The ranks compare the call's key, shapes and values. A rank that refuses the call takes part
         in the comparison, because the others would wait for it; the function raises its error.
         """
-        compare = _nothing
+        compare = no_wait
         if self.verifies:
             with self._resetting():
                 compare = self._begin_along_model(call, purpose)
@@ -214,7 +214,7 @@ class Agreement:
         return partial(verify_equal, group, facts, call_error, what, near=gradients)
 
 
-def _nothing() -> None:
+def no_wait() -> None:
     """A wait that returns at once."""
 
 

@@ -27,7 +27,7 @@ from torchshard.core.errors import InputError
 from torchshard.runtime.optimizer_classes import BY_ELEMENT, check_class_of_slices, class_of_step, parameters_of
 from torchshard.weights.dcp import wants_whole
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
-from torchshard.weights.over_ranks import check_other_group
+from torchshard.weights.over_ranks import check_other_group, is_of_a_model
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.place import is_same_slice, place_of, place_text
 
@@ -195,11 +195,7 @@ def _unmark_states(optimizer: Optimizer) -> None:
     if optimizer not in _UNMARKED:
         _UNMARKED.add(optimizer)
         for state in optimizer.state.values():
-            state |= {name: value.plain for name, value in state.items() if _is_marked(value)}
-
-
-def _is_marked(value: object) -> TypeGuard[LocalSlice]:
-    return isinstance(value, LocalSlice) and not value.is_stored
+            state |= {name: value.plain for name, value in state.items() if is_of_a_model(value)}
 
 
 def _mark_states(optimizer: Optimizer) -> None:

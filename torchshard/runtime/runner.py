@@ -22,7 +22,7 @@ from torchshard.core.errors import InputError, ShardError
 from torchshard.distributed.consistency import running
 from torchshard.distributed.group import CheckLevel
 from torchshard.distributed.wire import settling
-from torchshard.runtime.agreement import Agreement
+from torchshard.runtime.agreement import Agreement, no_wait
 from torchshard.runtime.batch_split import BatchSplit
 from torchshard.runtime.call_verification import PreparedCall, Purpose, Sums
 from torchshard.runtime.capturing import Capturer
@@ -124,7 +124,7 @@ class Runner:
             call, verify = self._begun(args, kwargs, "a call", compiler, entry)
             if isinstance(call, ShardError) or not self._can_run_ahead(call, compiler):
                 verify()
-                verify = _nothing
+                verify = no_wait
         assert not isinstance(call, ShardError)
         return call, verify
 
@@ -236,10 +236,6 @@ class Runner:
 
 def _is_unsummed(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "unsummed", None))
-
-
-def _nothing() -> None:
-    """A wait that returns at once."""
 
 
 def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:

@@ -21,6 +21,7 @@ from torchshard.runtime.call_verification import verify_same_weights
 from torchshard.runtime.digests import describe_contents
 from torchshard.weights.folder import Weights, check_missing, read_folder
 
+TOGETHER = "the ranks can't shard this model together"
 WeightsLike = str | os.PathLike[str] | Weights | None
 """Weights to load in place of the model's: a folder, or weights found already."""
 
@@ -46,16 +47,17 @@ def agreed_start(
         PlanError: the plan does not fit the model on some rank.
         DistributedError: the ranks have different models, weights or options.
     """
-    what, mesh = "the ranks can't shard this model together", ranks.mesh.without_idle
+    mesh = ranks.mesh.without_idle
 
-    def read() -> tuple[Constraints, ModelFacts, Weights | None]:
+    def read() -> tuple[Constraints, ModelFacts, dict[str, Layout], Weights | None]:
         check_weights(model)
         facts = ModelFacts.of(model)
         constraints = read_constraints(facts, plan, mesh, aim)
-        check_layouts(facts, constraints.first_layouts(facts))
-        return constraints, facts, _found(model, weights)
+        layouts = constraints.first_layouts(facts)
+        check_layouts(facts, layouts)
+        return constraints, facts, layouts, _found(model, weights)
 
-    constraints, facts, found = ranks.run_on_all(read, PlanError, what)
+    constraints, facts, layouts, found = ranks.run_on_all(read, PlanError, TOGETHER)
     _verify_options(constraints, ranks, mesh, whole_batches=whole_batches)
     verify_same_weights(model, ranks, () if found is None else found.tensors)
     if found is not None:
@@ -66,7 +68,7 @@ def agreed_start(
         warn(f"{held}: call backward() after ts.shard")
     across = constraints.of_batch if mesh.across else ()
     of_batch = {each.axis.name: each.first_layouts(facts) for each in across}
-    return Start(constraints, constraints.first_layouts(facts), of_batch, found)
+    return Start(constraints, layouts, of_batch, found)
 
 
 def _found(model: nn.Module, weights: WeightsLike) -> Weights | None:
@@ -83,5 +85,4 @@ def _verify_options(constraints: Constraints, ranks: Ranks, mesh: Mesh, *, whole
     if ranks.count > 1:
         ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
         asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
-        what = "the ranks can't shard this model together"
-        ranks.verify({"mesh= and inputs=": asked}, what, "the same mesh= and inputs= on every rank")
+        ranks.verify({"mesh= and inputs=": asked}, TOGETHER, "the same mesh= and inputs= on every rank")
