@@ -1,4 +1,4 @@
-"""What a user calls: `shard`, `from_pretrained`, `plan`, `meshes`. The story on one screen."""
+"""The functions that users call first: `shard`, `from_pretrained`, `plan`, `meshes`. Each lists its steps."""
 
 from __future__ import annotations
 

@@ -33,10 +33,15 @@ MeshLike: TypeAlias = (
     | tuple[DeviceMesh, Data | Mapping[str, Data]]
     | None
 )
-"""The ranks and what they split. None: all ranks split the weights; a number: that many do. "replicate",
-"shard" or "shard_grad_op": all ranks split the batch. A dict: the axes by name, outermost first, each
-with its number of ranks, or with that and what it `Holds`: `{"dp": (2, "shard"), "tp": 4}`. A
-DeviceMesh: its axes; with a second item, what axes hold: `(mesh, {"dp": "shard"})`, or all but the last."""
+"""The ranks, and what each axis of them splits.
+
+    None                                 all ranks split the weights
+    8                                    eight ranks split the weights
+    "replicate", "shard"                 all ranks split the batch; the word is one of `Data`
+    {"dp": (2, "shard"), "tp": 4}        axes by name, outermost first: the number of ranks, and what the axis `Holds`
+    DeviceMesh                           its axes
+    (DeviceMesh, {"dp": "shard"})        its axes, and what some of them hold; a word stands for all but the last
+"""
 
 _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
 """Names that other libraries use for axes that split the batch."""

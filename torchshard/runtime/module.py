@@ -249,7 +249,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         method = generation_method(self, name) if "_ts_unsharded" in self.__dict__ else None
         return super().__getattr__(name) if method is None else method
 
-    # `_apply` is what `to`, `cuda` and `half` end in; there is no public hook (PyTorch 2.13.0).
+    # `to`, `cuda` and `half` call `_apply`; PyTorch has no public hook for them (PyTorch 2.13.0).
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`); later calls capture graphs for the new tensors."""
         were_meta = self._ts_store.on_meta()
