@@ -6,7 +6,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -42,8 +42,8 @@ Inputs: TypeAlias = Literal["local", "global"]
 def shard(
     model: nn.Module,
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: MeshLike = None,
     objective: ObjectiveLike | None = None,
@@ -128,8 +128,8 @@ def _check_inputs(inputs: Inputs) -> None:
 def _shard(
     model: nn.Module,
     plan: PlanLike,
-    example_inputs: Sequence[Any] | None,
-    example_kwargs: Mapping[str, Any] | None,
+    example_inputs: Sequence[object] | None,
+    example_kwargs: Mapping[str, object] | None,
     weights: str | os.PathLike[str] | Weights | None,
     request: _Request,
 ) -> ShardedModule:
@@ -178,8 +178,8 @@ class Build(TypedDict, total=False):
 def from_pretrained(
     folder: str | os.PathLike[str],
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: MeshLike = None,
     objective: ObjectiveLike | None = None,
@@ -236,8 +236,8 @@ def from_pretrained(
 def plan(
     model: nn.Module,
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | DecodeStep | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | DecodeStep | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: MeshLike = None,
     objective: ObjectiveLike | None = None,
@@ -273,8 +273,8 @@ def _planned(
     plan: PlanLike,
     ranks: Mesh,
     aim: Aim,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
     inputs: Inputs,
     *,
     replaced: Sequence[str] = (),
@@ -298,8 +298,8 @@ def _planned(
 def meshes(
     model: nn.Module,
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: int,
     objective: ObjectiveLike | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchshard.compiler.meshes import MeshLike
@@ -51,7 +51,7 @@ def mesh_of(options: argparse.Namespace) -> MeshLike:
     return 2 if given is None else given
 
 
-def objective_of(options: argparse.Namespace) -> dict[str, Any]:
+def objective_of(options: argparse.Namespace) -> dict[str, object]:
     """Returns the requested objective: those of its fields that the command has options for."""
     return {name: getattr(options, name) for name in _OBJECTIVE if hasattr(options, name)}
 

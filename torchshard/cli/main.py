@@ -18,13 +18,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchshard.cli import arguments
 from torchshard.cli.progress import progress
 
 if TYPE_CHECKING:
     from torchshard.compiler.constraints import PlanLike
+    from torchshard.planner.styles import StyleWord
     from torchshard.plans.plan import Plan
 
 MADE_INPUTS = (
@@ -145,13 +146,13 @@ def _wanted(options: argparse.Namespace) -> PlanLike:
     return pins or str(options.plan)
 
 
-def _by_glob(pins: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _by_glob(pins: Sequence[tuple[str, StyleWord]]) -> dict[str, StyleWord]:
     """Returns {glob: style}.
 
     Raises:
         InputError: a glob has two styles.
     """
-    styles: dict[str, Any] = {}
+    styles: dict[str, StyleWord] = {}
     for glob, style in pins:
         if styles.setdefault(glob, style) != style:
             from torchshard.core.errors import InputError

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.core.errors import InputError, ShardError, first_line, in_short
 from torchshard.core.user_files import is_user_file
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
+
+FromTransformers: TypeAlias = Any
+"""An object of transformers, whose types mypy does not see."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,7 @@ def _from_config(path: Path, example: Example, real: bool, *, is_pretrained: boo
     return Source(model, (), _inputs(config, model, example, path))
 
 
-def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
+def _configuration(path: Path) -> tuple[FromTransformers, Callable[[FromTransformers], FromTransformers]]:
     """Returns (the configuration in a file, the function that builds its model)."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -255,18 +258,20 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
     name = (fields.get("architectures") or [None])[0]
     if name is None:
         return config, transformers.AutoModel.from_config
-    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    model_class: FromTransformers = getattr(transformers, name, None) if isinstance(name, str) else None
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
     if not is_model:
         raise _no_configuration(path, f"transformers has no model {name!r}")
     return config, model_class._from_config
 
 
-def _random(build: Callable[[Any], Any], config: Any, example: Example) -> nn.Module:
+def _random(
+    build: Callable[[FromTransformers], FromTransformers], config: FromTransformers, example: Example
+) -> nn.Module:
     """Builds a configuration's model with random weights, in the dtypes of `from_pretrained`."""
     if example.dtype is not None:
         config.dtype = getattr(torch, example.dtype)
-    model: Any = build(config)
+    model = build(config)
     cast_kept(model, model.config.dtype or torch.get_default_dtype())
     result: nn.Module = model
     return result
@@ -275,7 +280,7 @@ def _random(build: Callable[[Any], Any], config: Any, example: Example) -> nn.Mo
 def _turn_off_caches(model: nn.Module) -> None:
     """Turns off `use_cache`: keys and values are state, and planning does not need them."""
     for module in model.modules():
-        config: Any = getattr(module, "config", None)
+        config: FromTransformers = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False
 

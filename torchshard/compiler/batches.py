@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tupl
 
 
 def divided_batch(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, ranks: int
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, ranks: int
 ) -> dict[str, Layout]:
     """The layouts of the tensors of a call with the full batch.
 

@@ -10,7 +10,6 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,8 +40,8 @@ class DecodeStep:
 
 
 def decode_example(
-    model: nn.Module, step: DecodeStep, kwargs: Mapping[str, Any] | None, aim: Aim
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+    model: nn.Module, step: DecodeStep, kwargs: Mapping[str, object] | None, aim: Aim
+) -> tuple[dict[str, object], tuple[str, ...]]:
     """Keyword arguments of a decode step, on the meta device, and the names of the tensors it replaces.
 
     Args:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -24,6 +25,7 @@ from torchshard.ir.graph import carried_inputs, is_weight, placeholders
 from torchshard.passes import has_backward, localized
 from torchshard.plans.data import AxisPlan
 
+Tree = TypeVar("Tree")
 OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
 UNITS = 2
@@ -36,9 +38,15 @@ class _StorageTracker(TorchDispatchMode):
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet(t.untyped_storage() for t in known)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError:  # the CPU may lack a kernel that the model's own device has
@@ -62,10 +70,10 @@ class _StorageTracker(TorchDispatchMode):
         self.alive -= size
 
 
-def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+def _shaped(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """The result of an op in shape only, computed on the meta device."""
 
-    def moved(tree: Any, device: str) -> Any:
+    def moved(tree: Tree, device: str) -> Tree:
         return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), tree)
 
     return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")

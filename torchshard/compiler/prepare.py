@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from torch import nn
 
@@ -35,8 +35,8 @@ def timed(stage: str) -> Iterator[None]:
 
 def prepared(
     model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
     *,
     dynamic: bool = True,
     repeating: bool = False,
@@ -54,7 +54,8 @@ def prepared(
     """
     with without_garbage_collection(), timed("capture"):
         left = dict.fromkeys(replaced) | _unsplit(inputs)
-        captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers, divided=divided)
+        options = partial(capture, dynamic=dynamic, repeating=repeating, numbers=numbers, divided=divided)
+        captured = _captured(partial(options, model, args, kwargs), left, dynamic)
         normalize(captured.graph)
         carry(captured.graph, captured.changes)
         name_sizes(captured.graph)
@@ -62,21 +63,14 @@ def prepared(
     return captured
 
 
-def _captured(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    left: dict[str, int | None],
-    dynamic: bool,
-    **options: Any,
-) -> Captured:
+def _captured(capture: Callable[..., Captured], left: dict[str, int | None], dynamic: bool) -> Captured:
     """Captures a call; sizes of carried values may vary, whether it replaces them or got them."""
-    captured = capture(model, args, kwargs, dynamic=dynamic, left=left, **options)
+    captured = capture(left=left)
     changed = captured.changes.names if dynamic else ()
     more = {name: None for name in changed if name in captured.inputs and name not in left}
     if not more:
         return captured
-    return capture(model, args, kwargs, dynamic=dynamic, left=left | more, **options)
+    return capture(left=left | more)
 
 
 def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import sympy
 from torch import Tensor, fx, nn
@@ -48,7 +48,6 @@ from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.styles import SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import OWN_CHOICE
-from torchshard.plans.data import AxisPlan
 from torchshard.plans.plan import Plan
 
 
@@ -155,9 +154,10 @@ class Program:
         solved = priced_as_slices([PlannedAxis(self.plan.last, self.problems[0]), *of_batch])
         plans = [plan for plan, _ in solved]
         if with_memory:
-            plans[-1] = _with_costs(plans[-1], memory=memory_of_rank(localized(graph, first[-1])))
+            costs = replace(plans[-1].costs, memory=memory_of_rank(localized(graph, first[-1])))
+            plans[-1] = replace(plans[-1], costs=costs)
         if plans[-1].data:
-            plans[0] = _with_costs(plans[0], step=seconds_of_step(solved))
+            plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=seconds_of_step(solved)))
         plan, problems = replace(self.plan, axes=(*plans[1:], plans[0])), tuple(problem for _, problem in solved)
         return replace(self, plan=plan, problems=problems).with_source().plan
 
@@ -198,8 +198,8 @@ def _simulated(axis: MeshAxis, rank: int = 0) -> Coordinate:
 def program(
     model: nn.Module,
     constraints: Constraints,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
     *,
     inputs: Mapping[str, Layout] | None = None,
     batches: Mapping[str, Layout] | None = None,
@@ -312,7 +312,3 @@ def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) ->
     title = ", ".join([facts.modules[""].__name__, *call_sizes(captured.graph, across)])
     made = Plan((plan,), stored(facts), facts.signature, title)
     return Program(captured, made, graph, divided, problems=(problem,))
-
-
-def _with_costs(plan: AxisPlan, **costs: Any) -> AxisPlan:
-    return replace(plan, costs=replace(plan.costs, **costs))

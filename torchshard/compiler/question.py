@@ -47,7 +47,7 @@ class Question:
     equal: Equal = field(default_factory=dict)
     """Facts about the graph's sizes before planning."""
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """The question as JSON data; {"unwritten": reason} if the graph can't be written."""
         try:
             graph = graph_data(self.graph, self.equal)
@@ -125,7 +125,7 @@ _CLASSES = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in OPS_OF_MODULE
 """The module classes that planning distinguishes; for all others only the name counts."""
 
 
-def _facts_data(facts: ModelFacts) -> dict[str, Any]:
+def _facts_data(facts: ModelFacts) -> dict[str, object]:
     names = {path: f"{cls.__module__}.{cls.__qualname__}" for path, cls in facts.modules.items()}
     return {
         "modules": names,
@@ -135,23 +135,25 @@ def _facts_data(facts: ModelFacts) -> dict[str, Any]:
     }
 
 
-def _facts(data: Mapping[str, Any]) -> ModelFacts:
+def _facts(data: object) -> ModelFacts:
+    fields = is_of(dict, data)
     classes: dict[str, type[nn.Module]] = dict(_CLASSES)
-    for name in data["modules"].values():
+    for name in fields["modules"].values():
         classes.setdefault(name, type(name.rpartition(".")[2], (nn.Module,), {}))
-    tensors = {name: _tensor_facts(tensor) for name, tensor in data["tensors"].items()}
-    modules = {path: classes[name] for path, name in data["modules"].items()}
-    return ModelFacts(modules, frozenset(data["grouped"]), tensors, data["device"])
+    tensors = {name: _tensor_facts(tensor) for name, tensor in fields["tensors"].items()}
+    modules = {path: classes[name] for path, name in fields["modules"].items()}
+    return ModelFacts(modules, frozenset(fields["grouped"]), tensors, fields["device"])
 
 
-def _tensor_facts(data: Mapping[str, Any]) -> TensorFacts:
+def _tensor_facts(data: object) -> TensorFacts:
+    fields = is_of(dict, data)
     return TensorFacts(
-        tuple(is_of(int, size) for size in data["shape"]),
-        is_of(int, data["itemsize"]),
-        is_of(str, data["module"]),
-        texts(data["names"]),
-        is_of(bool, data["is_parameter"]),
-        is_of(bool, data["is_trained"]),
+        tuple(is_of(int, size) for size in fields["shape"]),
+        is_of(int, fields["itemsize"]),
+        is_of(str, fields["module"]),
+        texts(fields["names"]),
+        is_of(bool, fields["is_parameter"]),
+        is_of(bool, fields["is_trained"]),
     )
 
 
@@ -164,7 +166,7 @@ def _check_parameters(graph: fx.Graph, facts: ModelFacts) -> None:
                 raise ValueError(f"{path} has the shape {shape} in the graph, and another one in the model")
 
 
-def _constraints_data(constraints: Constraints) -> dict[str, Any]:
+def _constraints_data(constraints: Constraints) -> dict[str, object]:
     aim = constraints.aim
     return {
         "mesh": [dataclasses.asdict(axis) for axis in constraints.mesh.axes],
@@ -175,18 +177,19 @@ def _constraints_data(constraints: Constraints) -> dict[str, Any]:
     }
 
 
-def _constraints(data: Mapping[str, Any]) -> Constraints:
-    aim = data["aim"]
+def _constraints(data: object) -> Constraints:
+    fields = is_of(dict, data)
+    aim = fields["aim"]
     read = Aim(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
-    mesh = Mesh(tuple(read_axis(axis) for axis in data["mesh"]))
+    mesh = Mesh(tuple(read_axis(axis) for axis in fields["mesh"]))
     pins = {
         path: (is_of(str, key), Style(is_of(str, name), is_of(bool, whole)))
-        for path, (key, name, whole) in data["pins"].items()
+        for path, (key, name, whole) in fields["pins"].items()
     }
     return Constraints(
         mesh,
         read,
         pins,
-        recompute=texts(data["recompute"]),
-        steady=is_of(bool, data["steady"]),
+        recompute=texts(fields["recompute"]),
+        steady=is_of(bool, fields["steady"]),
     )

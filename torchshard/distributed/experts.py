@@ -14,7 +14,7 @@ Source: Megatron-LM's token dispatcher by all-to-all (`MoEAlltoAllTokenDispatche
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -69,18 +69,29 @@ def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, g
     return x.clone() if group.size == 1 else begun(kernel(x, sent, received, group), group).wait()
 
 
-def _register(op: OpOverload[..., Any], dual: OpOverload[..., Any], kernel: Kernel) -> None:
+class _Context(Protocol):
+    """Autograd's context of the two operators."""
+
+    rows: int
+    group: str
+    call: str
+    saved_tensors: tuple[Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def _register(op: OpOverload[..., Tensor], dual: OpOverload[..., Tensor], kernel: Kernel) -> None:
     name, dual_name = (each._schema.name.partition("::")[2] for each in (op, dual))
 
     def run(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) -> Tensor:
         return _run(name, kernel, x, sent, received, lookup(group))
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup(ctx: _Context, inputs: tuple[Tensor, Tensor, Tensor, Size | None, str], output: Tensor) -> None:
         x, sent, received, _, group = inputs
         ctx.save_for_backward(sent, received)
         ctx.rows, ctx.group, ctx.call = x.shape[0], group, running_call()
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.call and not torch.is_grad_enabled():
             note_unverified(lookup(ctx.group), f"backward of {ctx.call}: {dual_name}")
         return dual(grad, *ctx.saved_tensors, ctx.rows, ctx.group), None, None, None, None

@@ -11,7 +11,7 @@ import json
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -26,11 +26,12 @@ from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import collective
 
 if TYPE_CHECKING:
-    import numpy as np  # an optional dependency: whoever sends arrays has it
+    import numpy as np
+    import numpy.typing  # an optional dependency: whoever sends arrays has it
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<q")
-_TABLES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+_TABLES: Mapping[str, Callable[..., object]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 """The dict types that are sent without pickle, by name."""
 
 
@@ -161,7 +162,7 @@ def _to_json(data: object, buffers: list[bytes], allow_pickle: bool) -> list[obj
     return ["pickle", buffer(pickle.dumps(data))]
 
 
-def _is_plain_array(data: object) -> TypeGuard[np.ndarray[Any, np.dtype[Any]]]:
+def _is_plain_array(data: object) -> TypeGuard[np.typing.NDArray[np.generic]]:
     """Returns whether it is a numpy array or number: no subclass, structured or object dtype."""
     # by name, because numpy may not be installed
     if type(data).__module__ != "numpy" or type(data).__name__ in ("matrix", "recarray"):

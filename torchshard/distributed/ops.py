@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -53,13 +53,21 @@ class _Origin(NamedTuple):
     """The sharded model's call that runs this conversion's node; '' for an eager call."""
 
 
-def _origin(args: OpArgs) -> _Origin:
-    return _Origin(forward_site(_group(args)), running_call())
+class _Context(Protocol):
+    """Autograd's context of a conversion."""
+
+    row: Conversion
+    args: OpArgs
+    origin: _Origin
 
 
-def _gradient(row: Conversion, grad: Tensor, args: OpArgs, origin: _Origin) -> Tensor:
+def _remember(ctx: _Context, row: Conversion, args: OpArgs) -> None:
+    ctx.row, ctx.args, ctx.origin = row, args, _Origin(forward_site(_group(args)), running_call())
+
+
+def _gradient(ctx: _Context, grad: Tensor) -> Tensor:
     """Returns the gradient of a conversion: the dual conversion of the output's gradient."""
-    dual = TABLE[row.dual]
+    dual, args, origin = TABLE[ctx.row.dual], ctx.args, ctx.origin
     args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in PLAIN:
         # backward is itself differentiated or traced, so it must record an operator
@@ -76,13 +84,13 @@ class _Direct(torch.autograd.Function):
     """A conversion without its operator; `compute` returns its value."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Conversion, args: OpArgs, compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args, ctx.origin = row, args, _origin(args)
+    def forward(ctx: _Context, x: Tensor, row: Conversion, args: OpArgs, compute: Callable[[], Tensor]) -> Tensor:
+        _remember(ctx, row, args)
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _gradient(ctx.row, grad, ctx.args, ctx.origin), None, None, None
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gradient(ctx, grad), None, None, None
 
 
 @functools.lru_cache(maxsize=len(TABLE))
@@ -142,12 +150,11 @@ def _register(op: Op, row: Conversion) -> None:
     def kernel(x: Tensor, *args: int | str | list[int]) -> Tensor:
         return _run(row, x, hashable(args))
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args = hashable(inputs[1:])
-        ctx.origin = _origin(ctx.args)
+    def setup(ctx: _Context, inputs: tuple[Tensor, *OpArgs], output: Tensor) -> None:
+        _remember(ctx, row, hashable(inputs[1:]))
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_gradient(row, grad, ctx.args, ctx.origin), *[None] * len(ctx.args))
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_gradient(ctx, grad), *[None] * len(ctx.args))
 
     LIBRARY.impl(op, kernel, "CompositeExplicitAutograd")
     torch.library.register_autograd(op, backward, setup_context=setup, lib=LIBRARY)

@@ -9,7 +9,7 @@ returns them. Outside any group, a call behaves as in a group of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,15 @@ from torchshard.distributed.wire import Handle, Pending, collective
 class _Paired(torch.autograd.Function):
     """A primitive `there` with `back` as its gradient; both are functions of a tensor."""
 
+    what: str
+    there: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+    group: Group
+    site: str
+
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Paired,
         x: Tensor,
         what: str,
         there: Callable[[Tensor], Tensor],
@@ -58,7 +64,7 @@ class _Paired(torch.autograd.Function):
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: _Paired, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         what = f"the gradient of {ctx.what}"
         verify_following_call(ctx.group, lambda: what, ctx.site, eager=grad.device)
         # `apply` again, so that the gradient has a gradient too

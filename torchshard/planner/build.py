@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import fx
@@ -22,6 +22,8 @@ from torchshard.planner.network import Decision, Network, name_of
 from torchshard.planner.states import GraphConstraints, PlannedOps, States
 
 log = logging.getLogger("torchshard.planner")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, fold: bool = True) -> Network:
@@ -87,7 +89,7 @@ class _Builder:
         name = self.network.add(Decision("stored", *self.folded.first_use(node)), node, states)
         if left is not None:
             after = self.folded.planned_node(left)
-            same = _spread_out([states, self.chosen[after]], lambda at, c: 0.0 if c.results[0] == at else FORBIDDEN)
+            same = _spread_out(states, self.chosen[after], lambda at, c: 0.0 if c.results[0] == at else FORBIDDEN)
             self.network.cost((name, name_of("op", after)), same)
         times = self._weight_of(node)
         if times:
@@ -139,7 +141,7 @@ class _Builder:
             self._share(node, value, producer, produced, demands, fixed)
         elif demands:
             (demand,) = demands
-            table = _spread_out([produced, demand.required], lambda p, r: self._conversions(node, value, p, r))
+            table = _spread_out(produced, demand.required, lambda p, r: self._conversions(node, value, p, r))
             self.network.cost((producer, demand.name), table)
         elif fixed:
             self.network.cost((producer,), [self._conversions(node, value, layout, fixed) for layout in produced])
@@ -180,10 +182,10 @@ class _Builder:
         decision = Decision("value", place) if place is not None else Decision("read", *self.folded.first_use(node))
         name = self.network.add(decision, node, legal)
         self.network.cost((name,), [costs[state] for state in legal])
-        table = _spread_out([produced, legal], lambda layout, state: 0.0 if layout == state[0] else FORBIDDEN)
+        table = _spread_out(produced, legal, lambda layout, state: 0.0 if layout == state[0] else FORBIDDEN)
         self.network.cost((producer, name), table)
         for consumer, required, _ in demands:
-            table = _spread_out([legal, required], lambda state, r: 0.0 if r <= state[1] | {state[0]} else FORBIDDEN)
+            table = _spread_out(legal, required, lambda state, r: 0.0 if r <= state[1] | {state[0]} else FORBIDDEN)
             self.network.cost((name, consumer), table)
 
 
@@ -215,9 +217,12 @@ def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:
     return len(layouts), sorted(map(str, layouts))
 
 
-def _spread_out(states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]) -> Table:
+def _spread_out(first: Sequence[A], second: Sequence[B], cost: Callable[[A, B], float]) -> Table:
     """Returns a table over two decisions' states; prices equal states once, because many are equal."""
-    rows, columns = ({state: place for place, state in enumerate(dict.fromkeys(each))} for each in states)
-    small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))
-    at = [[places[state] for state in each] for places, each in zip((rows, columns), states, strict=True)]
-    return small[np.ix_(*at)]
+    rows, columns = _numbered(first), _numbered(second)
+    small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=np.float64)
+    return small.reshape(len(rows), len(columns))[np.ix_([rows[a] for a in first], [columns[b] for b in second])]
+
+
+def _numbered(states: Sequence[A]) -> dict[A, int]:
+    return {state: number for number, state in enumerate(dict.fromkeys(states))}

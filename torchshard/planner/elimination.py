@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import networkx as nx
 import numpy as np
@@ -136,7 +136,9 @@ class _Steps:
 HEURISTICS = (nx.approximation.treewidth_min_fill_in, nx.approximation.treewidth_min_degree)
 
 
-def decomposed_order(heuristic: Callable[[nx.Graph], Any], near: nx.Graph, keep: Collection[str]) -> list[str]:
+def decomposed_order(
+    heuristic: Callable[[nx.Graph], tuple[int, nx.Graph]], near: nx.Graph, keep: Collection[str]
+) -> list[str]:
     """Returns an order of all variables except the kept ones, from a tree decomposition of networkx.
 
     The root of the tree is a bag with all kept variables. From the leaves on, each bag eliminates the variables that

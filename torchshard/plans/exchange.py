@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchshard.core.columns import counted
 from torchshard.core.errors import InputError, PlanError
@@ -13,6 +13,9 @@ from torchshard.core.paths import star_differences, star_numbers
 from torchshard.core.units import size_text, time_text
 from torchshard.plans.data import PlanData
 from torchshard.plans.table import held_otherwise, mesh_text
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
@@ -86,7 +89,7 @@ def to_hf(plan: PlanData) -> dict[str, str]:
     return {(star_numbers(p) if len(globs[star_numbers(p)]) == 1 else p): style for p, style in found.items()}
 
 
-def to_dtensor(plan: PlanData) -> dict[str, Any]:
+def to_dtensor(plan: PlanData) -> dict[str, ParallelStyle]:
     """Returns the plan as a `parallelize_plan` of `torch.distributed.tensor`'s `parallelize_module`."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel

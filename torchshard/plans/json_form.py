@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError, in_short
@@ -22,7 +22,7 @@ VERSION = 6
 """The version of the JSON form."""
 
 
-def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
+def write(plan: PlanData, question: Mapping[str, object] | None = None) -> str:
     """Returns the plan as text.
 
     Args:
@@ -35,7 +35,7 @@ def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
     return f'{text.removesuffix("}").rstrip()},\n "question": {line}\n}}'
 
 
-def _body(plan: PlanData) -> dict[str, Any]:
+def _body(plan: PlanData) -> dict[str, object]:
     return {
         "version": VERSION,
         "title": plan.title,
@@ -45,7 +45,7 @@ def _body(plan: PlanData) -> dict[str, Any]:
     }
 
 
-def _axis_body(plan: AxisPlan) -> dict[str, Any]:
+def _axis_body(plan: AxisPlan) -> dict[str, object]:
     choices = {
         name: {
             "choice": c.name,
@@ -72,14 +72,14 @@ def _axis_body(plan: AxisPlan) -> dict[str, Any]:
     }
 
 
-def read(text: str, where: str) -> dict[str, Any]:
-    """Returns the fields of a written plan; `where` names the text's origin in errors.
+def read(text: str, where: str) -> PlanData:
+    """Returns a written plan; `where` names the text's origin in errors.
 
     Raises:
         PlanError: the text is not a plan, has another version, or is cut short.
     """
     try:
-        return _fields(json.loads(text))
+        return _plan(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError) as error:
         raise PlanError(
             "this is no plan that can be read",
@@ -89,28 +89,25 @@ def read(text: str, where: str) -> dict[str, Any]:
         ) from None
 
 
-def _fields(body: dict[str, Any]) -> dict[str, Any]:
-    if body["version"] != VERSION:
-        raise ValueError(f"version {body['version']}, this library reads {VERSION}: plan again")
-    stored = {name: _stored(s) for name, s in is_of(dict, body["stored"]).items()}
-    axes = tuple(_axis_plan(each, stored) for each in is_of(list, body["axes"]))
+def _plan(body: object) -> PlanData:
+    fields = is_of(dict, body)
+    if fields["version"] != VERSION:
+        raise ValueError(f"version {fields['version']}, this library reads {VERSION}: plan again")
+    stored = {name: _stored(s) for name, s in is_of(dict, fields["stored"]).items()}
+    axes = tuple(_axis_plan(each, stored) for each in is_of(list, fields["axes"]))
     if not axes:
         raise ValueError("it has no axes")
-    return {
-        "axes": axes,
-        "stored": stored,
-        "fingerprint": is_of(str, body["fingerprint"]),
-        "title": is_of(str, body["title"]),
-        "source": Written(is_of(dict, body["question"])) if "question" in body else None,
-    }
+    source = Written(is_of(dict, fields["question"])) if "question" in fields else None
+    return PlanData(axes, stored, is_of(str, fields["fingerprint"]), is_of(str, fields["title"]), source)
 
 
-def _axis_plan(body: dict[str, Any], stored: Mapping[str, Stored]) -> AxisPlan:
+def _axis_plan(body: object, stored: Mapping[str, Stored]) -> AxisPlan:
+    fields = is_of(dict, body)
     choices = {
         name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _factors(c["factors"]))
-        for name, c in is_of(dict, body["choices"]).items()
+        for name, c in is_of(dict, fields["choices"]).items()
     }
-    parameters = {name: parse_layout(layout) for name, layout in is_of(dict, body["parameters"]).items()}
+    parameters = {name: parse_layout(layout) for name, layout in is_of(dict, fields["parameters"]).items()}
     for name, layout in parameters.items():
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
             shape = stored[name].shape if name in stored else "unknown"
@@ -119,15 +116,15 @@ def _axis_plan(body: dict[str, Any], stored: Mapping[str, Stored]) -> AxisPlan:
         if name not in parameters:
             raise ValueError(f"{name} has no layout")
     return AxisPlan(
-        read_axis(body["axis"]),
+        read_axis(fields["axis"]),
         parameters,
         choices,
-        {name: _steps(steps) for name, steps in is_of(dict, body["conversions"]).items()},
-        {place: parse_layout(layout) for place, layout in is_of(dict, body["inputs"]).items()},
-        _costs(body["costs"]),
-        _machine(body["machine"]),
-        is_of(bool, body["static"]),
-        texts(body["recompute"]),
+        {name: _steps(steps) for name, steps in is_of(dict, fields["conversions"]).items()},
+        {place: parse_layout(layout) for place, layout in is_of(dict, fields["inputs"]).items()},
+        _costs(fields["costs"]),
+        _machine(fields["machine"]),
+        is_of(bool, fields["static"]),
+        texts(fields["recompute"]),
     )
 
 

@@ -19,7 +19,7 @@ if its length is a multiple of the number of ranks. "all": also batch and sequen
 one size."""
 Mode = Literal["train", "infer"]
 """Whether to plan training steps, or calls without gradients."""
-CompileOptions: TypeAlias = bool | Mapping[str, Any] | None
+CompileOptions: TypeAlias = bool | Mapping[str, object] | None
 """True for torch.compile's defaults, or its keyword arguments; False or None: nothing is compiled."""
 
 
@@ -138,7 +138,7 @@ def read_aim(objective: ObjectiveLike | None = None, device: str = "cuda") -> Ai
     return Aim(machine, read_size(given.memory), given.split, given.machine is None, globs, trains, compiles)
 
 
-def _globs(recompute: Any) -> tuple[str, ...]:
+def _globs(recompute: object) -> tuple[str, ...]:
     """Reads `recompute`, a glob or several.
 
     Raises:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchshard.core.columns import Notebook
 from torchshard.core.errors import PlanError
 from torchshard.core.files import write_text
 from torchshard.plans import exchange, json_form, table
 from torchshard.plans.data import PlanData
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +43,7 @@ class Plan(PlanData, Notebook):
         """
         return exchange.to_hf(self)
 
-    def to_dtensor(self) -> dict[str, Any]:
+    def to_dtensor(self) -> dict[str, ParallelStyle]:
         """Returns the plan as a `parallelize_plan` of `torch.distributed.tensor`'s
         `parallelize_module`.
 
@@ -100,4 +103,4 @@ class Plan(PlanData, Notebook):
         Raises:
             PlanError: the text is not a plan, has another version, or is cut short.
         """
-        return Plan(**json_form.read(text, where))
+        return Plan(**vars(json_form.read(text, where)))

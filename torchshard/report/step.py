@@ -7,7 +7,6 @@ wait           its result              from here on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import Tensor, fx
 from torch._ops import OpOverload
@@ -24,7 +23,7 @@ from torchshard.ir.listing import is_within, lines
 from torchshard.ops import Begin
 from torchshard.passes import Partition, has_backward, segments, step_graphs
 
-Values = dict[Any, Any]
+Values = dict[fx.Node | str, fx.Node]
 """A node of a part, or the name of a value that several parts use -> the node of the step."""
 
 

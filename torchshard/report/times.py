@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import fx
 
@@ -203,7 +202,7 @@ def bounds(plan: Plan) -> list[Bound]:
     return sorted(found.values(), key=lambda bound: -bound.seconds)
 
 
-def _ops(plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _ops(plan: Plan) -> Iterator[tuple[str, str, int, float, float, float]]:
     machine, solved = plan.machine, solutions_of(plan)
     for node, price in (solved[0].problem.prices(plan.choices) if solved else {}).items():
         by = "computation" if price.flops / machine.flops > price.nbytes / machine.memory_bandwidth else "memory"
@@ -213,7 +212,7 @@ def _ops(plan: Plan) -> Iterator[tuple[Any, ...]]:
             yield op_name(node), by, 1, price.forward + price.backward, price.flops, price.nbytes
 
 
-def _messages(plan: Plan) -> Iterator[tuple[Any, ...]]:
+def _messages(plan: Plan) -> Iterator[tuple[str, str, int, float, float, float]]:
     for each in plan.axes:
         bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):

@@ -36,6 +36,13 @@ class _Communication(Protocol):
     def wait(self, seconds: float | None) -> None: ...
 
 
+class _Options(Protocol):
+    """A call's options, such as PyTorch's `ReduceOptions`; other collectives' options have one of these, or neither."""
+
+    reduceOp: ReduceOp
+    rootRank: int
+
+
 class MemoryWork(dist.Work):
     """A communication under way."""
 
@@ -170,58 +177,62 @@ class MemoryProcessGroup(dist.ProcessGroup):
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
-    def _all_reduce(self, tensors: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _all_reduce(self, tensors: list[Tensor], opts: _Options | None = None) -> MemoryWork:
         """Implements dist.all_reduce."""
         return self._begun(tensors, tensors, lambda: exchanges.all_reduce(self.calls, tensors, _op(opts)))
 
-    def _reduce(self, tensors: list[Tensor], opts: Any) -> MemoryWork:
+    def _reduce(self, tensors: list[Tensor], opts: _Options) -> MemoryWork:
         """Implements dist.reduce."""
         (x,) = tensors
         return self._begun(tensors, tensors, lambda: exchanges.reduce(self.calls, x, opts.rootRank, _op(opts)))
 
-    def _broadcast(self, tensors: list[Tensor], opts: Any) -> MemoryWork:
+    def _broadcast(self, tensors: list[Tensor], opts: _Options) -> MemoryWork:
         """Implements dist.broadcast."""
         return self._begun(tensors, tensors, lambda: exchanges.broadcast(self.calls, tensors, opts.rootRank))
 
-    def _all_gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _all_gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> MemoryWork:
         """Implements dist.all_gather."""
         results = outputs[0] if len(outputs) == 1 else outputs
         return self._begun(inputs, results, lambda: exchanges.all_gather(self.calls, outputs, inputs))
 
-    def _all_gather_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> MemoryWork:
+    def _all_gather_single(self, output: Tensor, sent: Tensor, opts: object = None) -> MemoryWork:
         """Implements dist.all_gather_into_tensor."""
         return self._all_gather_singles([output], [sent], opts)
 
-    def _all_gather_singles(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _all_gather_singles(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> MemoryWork:
         """Runs several all_gather_into_tensor at once."""
         return self._begun(
             inputs, outputs, lambda: exchanges.all_gather(self.calls, self._pieces(outputs, inputs), inputs)
         )
 
-    def _all_gather_by_rank(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _all_gather_by_rank(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> MemoryWork:
         """Runs several all-gathers at once; `outputs` is indexed by rank."""
         by_input = [list(found) for found in zip(*outputs, strict=True)]
         return self._begun(inputs, outputs, lambda: exchanges.all_gather(self.calls, by_input, inputs))
 
-    def _gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> MemoryWork:
+    def _gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: _Options) -> MemoryWork:
         """Implements dist.gather."""
         (x,), found = inputs, outputs[0] if outputs else []
         return self._begun(inputs, found, lambda: exchanges.gather(self.calls, found, x, opts.rootRank))
 
-    def _scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> MemoryWork:
+    def _scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options) -> MemoryWork:
         """Implements dist.scatter."""
         (x,), sent = outputs, inputs[0] if inputs else []
         return self._begun([x, *sent], outputs, lambda: exchanges.scatter(self.calls, x, sent, opts.rootRank))
 
-    def _reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MemoryWork:
+    def _reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: _Options | None = None
+    ) -> MemoryWork:
         """Implements dist.reduce_scatter."""
         return self._begun(outputs, outputs, lambda: exchanges.reduce_scatter(self.calls, outputs, inputs, _op(opts)))
 
-    def _reduce_scatter_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> MemoryWork:
+    def _reduce_scatter_single(self, output: Tensor, sent: Tensor, opts: _Options | None = None) -> MemoryWork:
         """Implements dist.reduce_scatter_tensor."""
         return self._reduce_scatter_singles([output], [sent], opts)
 
-    def _reduce_scatter_singles(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _reduce_scatter_singles(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: _Options | None = None
+    ) -> MemoryWork:
         """Runs several reduce_scatter_tensor at once."""
         return self._begun(
             outputs,
@@ -229,12 +240,12 @@ class MemoryProcessGroup(dist.ProcessGroup):
             lambda: exchanges.reduce_scatter(self.calls, outputs, self._pieces(inputs, outputs), _op(opts)),
         )
 
-    def _all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
+    def _all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], opts: object = None) -> MemoryWork:
         """Implements dist.all_to_all."""
         return self._begun(inputs, outputs, lambda: exchanges.all_to_all(self.calls, outputs, inputs))
 
     def _all_to_all_single(
-        self, output: Tensor, sent: Tensor, output_lengths: list[int], lengths: list[int], opts: Any = None
+        self, output: Tensor, sent: Tensor, output_lengths: list[int], lengths: list[int], opts: object = None
     ) -> MemoryWork:
         """Implements dist.all_to_all_single; empty lengths mean equal pieces."""
         size = self.board.size
@@ -246,7 +257,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
             ),
         )
 
-    def _barrier(self, opts: Any = None) -> MemoryWork:
+    def _barrier(self, opts: object = None) -> MemoryWork:
         """Implements dist.barrier."""
         return self._begun((), (), lambda: exchanges.barrier(self.calls))
 
@@ -316,7 +327,7 @@ def _check(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _op(opts: Any) -> ReduceOp:
+def _op(opts: _Options | None) -> ReduceOp:
     return ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp
 
 

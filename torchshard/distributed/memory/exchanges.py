@@ -269,7 +269,7 @@ class Numbers:
         return self._rider.of_all or []
 
 
-_START: dict[Callable[..., Any], Callable[..., Exchange]] = {
+_START: dict[Callable[..., object], Callable[..., Exchange]] = {
     dist.all_reduce: lambda calls, x, op=ReduceOp.SUM: all_reduce(calls, [x], op),
     dist.reduce: lambda calls, x, op=ReduceOp.SUM, *, group_dst: reduce(calls, x, group_dst, op),
     dist.broadcast: lambda calls, x, *, group_src: broadcast(calls, [x], group_src),
@@ -286,7 +286,7 @@ _START: dict[Callable[..., Any], Callable[..., Exchange]] = {
 }
 
 
-def start(fn: Callable[..., Any], calls: Calls, /, *args: object, **kwargs: object) -> Exchange:
+def start(fn: Callable[..., object], calls: Calls, /, *args: object, **kwargs: object) -> Exchange:
     """Begins the collective of a torch.distributed function with these arguments.
 
     Raises:

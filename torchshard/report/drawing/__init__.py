@@ -70,7 +70,7 @@ def draw(
         check_suffix(path, OF_NETWORK)
         write_text(path, network_text(Path(path).suffix, model))
         return
-    named: dict[Any, Any] = dict(model) if isinstance(model, Mapping) else {}
+    named = model if isinstance(model, Mapping) else {}
     models: list[Any] = [*named.values()] if isinstance(model, Mapping) else [model]
     if isinstance(model, (list, tuple)):
         models = [*model]
@@ -110,7 +110,7 @@ def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS)
         )
 
 
-def _text(suffix: str, shown: Sequence[Any]) -> str:
+def _text(suffix: str, shown: Sequence[Shown]) -> str:
     if suffix == ".html":
         return page(shown)
     (one,) = shown

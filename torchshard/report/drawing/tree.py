@@ -63,9 +63,9 @@ class Side:
         targets = layouts_of(node).get(axis)
         if targets is None:
             return None
-        value: Any = node.args[0]  # skips earlier conversions: several may convert one value in sequence
+        value = node.all_input_nodes[0]  # skips earlier conversions: several may convert one value in sequence
         while (axis, value.name, op_name(node), str(targets[0])) not in self.costs and is_collective(value.target):
-            value = value.args[0]
+            value = value.all_input_nodes[0]
         return self.costs.get((axis, value.name, op_name(node), str(targets[0])))
 
     def row_of(self, c: Collective) -> str:
@@ -79,14 +79,14 @@ class Side:
         is_end = node.op != "call_function" or is_or_begins_collective(node.target)
         return not is_end and (node not in self.main or is_view(node))
 
-    def facts(self) -> list[list[Any]]:
+    def facts(self) -> list[list[object]]:
         """The facts about each row: the rows of its operands, then the numbers of its texts.
 
         Trailing zeros are cut.
         """
         return [self._facts(row) for row in self.rows]
 
-    def _facts(self, row: Row) -> list[Any]:
+    def _facts(self, row: Row) -> list[object]:
         node, count = row.nodes[0], len(row.nodes)
         record, style = self.record(node), style_of(node)
         told = {
