@@ -30,8 +30,8 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import program
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.distributed import process_groups, wire, world
-from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
+from torchshard.distributed import grouping, wire, world
+from torchshard.distributed.group import CheckLevel, Group, HandshakeState, Timeouts, register_groups, registered_groups
 from torchshard.ir.graph import fake_mode
 from torchshard.passes import annotate, localized
 from torchshard.plans.objective import read_aim
@@ -50,7 +50,7 @@ def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch:
     monkeypatch.setattr(world, "stores", {})
     monkeypatch.setenv("TORCH_NCCL_PROPAGATE_ERROR", "")
     monkeypatch.delenv("TORCH_NCCL_PROPAGATE_ERROR")
-    world.begin_world(None, process_groups.Timeouts(), world.World(True))
+    world.begin_world(None, Timeouts(), world.World(True))
     assert asked[0]["backend"] == "cpu:gloo,cuda:nccl" and asked[0]["device_id"] == torch.device("cuda", 1)
     assert os.environ["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
 
@@ -63,7 +63,7 @@ def test_only_tensors_that_travel_by_gloo_abort(
     config: str, devices: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    group = Group(0, 2, gloo_devices=process_groups.gloo_devices(None))
+    group = Group(0, 2, gloo_devices=grouping.gloo_devices(None))
     assert {kind for kind in ("cpu", "cuda") if group.aborts_on_mismatch(torch.device(kind))} == devices
 
 
@@ -150,7 +150,7 @@ class _Work:
 
 
 def test_debug_waits_for_the_device_and_no_longer_than_the_time_out() -> None:
-    group = Group(0, 2, timeouts=process_groups.Timeouts(collective=0.2))
+    group = Group(0, 2, timeouts=Timeouts(collective=0.2))
     group.handshake.level = CheckLevel.ALL
     works, gpu = (_Work(5), _Work(10**9)), [torch.device("cuda")]
     wire.finish(group, "all_reduce", works[0], gpu)

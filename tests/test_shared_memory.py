@@ -21,8 +21,8 @@ from torch import Tensor
 from tests.helpers import NO_MEMORY
 from torchshard import distributed as tsd
 from torchshard.distributed.launch import free_port
-from torchshard.distributed.memory import Unreachable, exchanges, segment
-from torchshard.distributed.memory import backend as memory_backend
+from torchshard.distributed.memory import Unreachable, reductions, segment
+from torchshard.distributed.memory import groups as memory_backend
 from torchshard.distributed.memory.regions import ALIGNMENT, Regions
 from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment
 from torchshard.testing import PATIENCE, run_ranks
@@ -273,7 +273,7 @@ def test_ranges_are_apart_and_come_again(asked: list[tuple[int, int]]) -> None:
 def test_halves_are_rounded_once() -> None:
     parts = [torch.tensor([256.0]), torch.tensor([1.0]), torch.tensor([1.0])]
     total = torch.empty(1, dtype=torch.bfloat16)
-    exchanges.combine(total, [part.bfloat16() for part in parts], dist.ReduceOp(dist.ReduceOp.SUM))
+    reductions.combine(total, [part.bfloat16() for part in parts], dist.ReduceOp(dist.ReduceOp.SUM))
     assert total == 258  # bfloat16 can't represent 257: rounded after each step, the sum would stay 256
 
 

@@ -5,8 +5,8 @@ verification state), `call_site`, `handshake` (headers between ranks), `wire` (s
 `consistency` (which calls are verified, and how), `facts` (what must be equal on all ranks),
 `kernels` (the data that a rank sends), `convert` (sends it), `ops` (the operators of graphs). The
 user-facing modules build on these: `eager` (argument checks), `collectives`, `primitives`,
-`messages` and `objects`. `world` is how processes find each other, `process_groups` creates groups
-among them, `launch` starts ranks.
+`messages` and `objects`. `world` is how processes find each other, `grouping` divides them into
+groups, `process_groups` creates and destroys these, `launch` starts ranks.
 """
 
 from torch.distributed import ReduceOp
@@ -34,18 +34,15 @@ from torchshard.distributed.group import (
     is_initialized,
 )
 from torchshard.distributed.launch import hide_launcher, launch
+from torchshard.distributed.messages import irecv, isend, recv, send
 from torchshard.distributed.objects import all_gather_object, all_gather_uneven, broadcast_object, gather_object
 from torchshard.distributed.primitives import (
     all_reduce,
     barrier,
     broadcast,
     gather_to,
-    irecv,
-    isend,
-    recv,
     reduce_to,
     scatter_from,
-    send,
 )
 from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 from torchshard.distributed.wire import Handle

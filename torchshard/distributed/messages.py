@@ -8,27 +8,87 @@ of calls that works without verification also works with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import type_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.consistency import needs_verification
-from torchshard.distributed.group import Group
+from torchshard.distributed.eager import check_memory, check_tensor, fill, needs_gradient
+from torchshard.distributed.group import Group, own_group, peer
 from torchshard.distributed.handshake import exchange_with, late_error
-from torchshard.distributed.kernels import as_sent
-from torchshard.distributed.wire import begin, finish
+from torchshard.distributed.kernels import as_sent, copied
+from torchshard.distributed.wire import Handle, Pending, begin, finish
 
 T = TypeVar("T")
 SENDER, RECEIVER = 1, 2
 """The tags of the senders' and the receivers' headers."""
 FIRST_TAG, TAGS = 16, 2**30
 """The tags of the messages themselves, above the headers' tags."""
+
+
+def isend(x: Tensor, dst: int) -> Handle:
+    """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the copy."""
+    group = own_group()
+    check_tensor(group, "isend", x, is_message=True)
+    sent = copied(x.detach())
+    return Handle(Pending(lambda: sent, start_send(sent, _other(group, dst, "dst"), group)))
+
+
+def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
+    """Starts to receive a tensor from a rank of the group; `wait()` returns it.
+
+    Args:
+        like: the shape; or a tensor with the shape, dtype and device of the message, which is
+            filled and returned, as by `torch.distributed.irecv`. A tensor that requires a gradient
+            is not changed, and another one is returned.
+        dtype: with a shape; by default torch's.
+    """
+    group = own_group()
+    if isinstance(like, Tensor):
+        check_memory("irecv", like)
+        received = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
+    else:
+        received = torch.empty(tuple(like), dtype=dtype)
+
+    filled = like if isinstance(like, Tensor) and not needs_gradient(like) else None
+
+    def result() -> Tensor:
+        return received if filled is None else fill(filled, received)
+
+    return Handle(Pending(result, start_receive(received, _other(group, src, "src"), group)))
+
+
+def send(x: Tensor, dst: int) -> None:
+    """Sends a tensor to a rank of the group, which must receive it."""
+    isend(x, dst).wait()
+
+
+def recv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Receives a tensor from a rank of the group.
+
+    Args:
+        like, dtype: see `irecv`.
+    """
+    return irecv(like, src, dtype).wait()
+
+
+def _other(group: Group, rank: int, name: str) -> int:
+    if peer(group, rank, name) == group.rank:
+        raise InputError(
+            "a rank can't send to itself",
+            where=f"{name}={rank}",
+            why=f"this process is rank {group.rank} of {group.size}",
+            attempt="another rank",
+        )
+    return rank
 
 
 class WaiterThread(Generic[T]):

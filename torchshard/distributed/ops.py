@@ -18,8 +18,8 @@ from torchshard.distributed.consistency import forward_site, note_unverified, ru
 from torchshard.distributed.convert import functional, functional_max, own_part, start
 from torchshard.distributed.experts import register_experts
 from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.grouping import cpu_backend
 from torchshard.distributed.kernels import reduced
-from torchshard.distributed.process_groups import cpu_backend
 from torchshard.distributed.wire import Handle
 from torchshard.ops import OPS, SENDING, Kernels, Op, OpArgs, hashable, layouts_of, register_kernels
 from torchshard.ops.declared import ALL_REDUCE_MAX, LIBRARY

@@ -8,7 +8,7 @@ returns them. Outside any group, a call behaves as in a group of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, overload
 
 import torch
@@ -27,7 +27,6 @@ from torchshard.distributed.consistency import (
 )
 from torchshard.distributed.eager import (
     check_memory,
-    check_tensor,
     fill,
     needs_gradient,
     own_dim,
@@ -37,8 +36,7 @@ from torchshard.distributed.eager import (
 from torchshard.distributed.group import Group, own_group, peer
 from torchshard.distributed.kernels import as_sent, copied, gather_pieces, reduced, scatter_pieces, summable
 from torchshard.distributed.memory import ReduceKind, op_text
-from torchshard.distributed.messages import start_receive, start_send
-from torchshard.distributed.wire import Handle, Pending, collective
+from torchshard.distributed.wire import Handle, collective
 
 
 class _Paired(torch.autograd.Function):
@@ -258,63 +256,3 @@ def barrier() -> None:
     if group.size > 1:
         only_nccl = dist.get_backend(group.process_group) == "nccl"  # otherwise NCCL guesses the device
         collective(group, dist.barrier, **({"device_ids": [torch.cuda.current_device()]} if only_nccl else {}))
-
-
-# --- point to point --------------------------------------------------------------------------------------------------
-
-
-def isend(x: Tensor, dst: int) -> Handle:
-    """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the copy."""
-    group = own_group()
-    check_tensor(group, "isend", x, is_message=True)
-    sent = copied(x.detach())
-    return Handle(Pending(lambda: sent, start_send(sent, _other(group, dst, "dst"), group)))
-
-
-def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
-    """Starts to receive a tensor from a rank of the group; `wait()` returns it.
-
-    Args:
-        like: the shape; or a tensor with the shape, dtype and device of the message, which is
-            filled and returned, as by `torch.distributed.irecv`. A tensor that requires a gradient
-            is not changed, and another one is returned.
-        dtype: with a shape; by default torch's.
-    """
-    group = own_group()
-    if isinstance(like, Tensor):
-        check_memory("irecv", like)
-        received = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
-    else:
-        received = torch.empty(tuple(like), dtype=dtype)
-
-    filled = like if isinstance(like, Tensor) and not needs_gradient(like) else None
-
-    def result() -> Tensor:
-        return received if filled is None else fill(filled, received)
-
-    return Handle(Pending(result, start_receive(received, _other(group, src, "src"), group)))
-
-
-def send(x: Tensor, dst: int) -> None:
-    """Sends a tensor to a rank of the group, which must receive it."""
-    isend(x, dst).wait()
-
-
-def recv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Receives a tensor from a rank of the group.
-
-    Args:
-        like, dtype: see `irecv`.
-    """
-    return irecv(like, src, dtype).wait()
-
-
-def _other(group: Group, rank: int, name: str) -> int:
-    if peer(group, rank, name) == group.rank:
-        raise InputError(
-            "a rank can't send to itself",
-            where=f"{name}={rank}",
-            why=f"this process is rank {group.rank} of {group.size}",
-            attempt="another rank",
-        )
-    return rank

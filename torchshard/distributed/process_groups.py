@@ -7,20 +7,16 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from torchshard.core.errors import DistributedError, InputError, first_line
+from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, MODEL, data_names
-from torchshard.distributed.consistency import verify_call, verify_following_call
-from torchshard.distributed.facts import run_on_all_ranks
+from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import (
-    ALONE,
     Group,
-    HandshakeState,
     Timeouts,
     get_group_size,
     get_rank,
@@ -30,6 +26,7 @@ from torchshard.distributed.group import (
     register_groups,
     registered_groups,
 )
+from torchshard.distributed.grouping import Wanted, make_groups, make_own_group
 from torchshard.distributed.handshake import abort_pending_receives
 from torchshard.distributed.memory import BACKEND as MEMORY
 from torchshard.distributed.world import World, begin_world
@@ -39,13 +36,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 60.0
 """The default time-out for waiting for other ranks."""
-
-
-class Wanted(NamedTuple):
-    """The requested groups, as arguments of `init_process_group`."""
-
-    group_size: int = -1
-    mesh: DeviceMesh | None = None
 
 
 _world: World | None = None
@@ -125,7 +115,7 @@ def _initialise(read: Callable[[], Wanted], backend: str | None, timeouts: Timeo
     try:
         if _world.owns_torch_distributed:
             begin_world(backend, timeouts, _world)
-        register_groups(_make_groups(read, timeouts, _world))
+        register_groups(make_groups(read, timeouts, _world))
         atexit.register(_at_exit)
     except Exception:
         _end()
@@ -142,32 +132,6 @@ def _timeouts(verify: float, start: float | None, collective: float | None) -> T
             attempt="timeout_seconds=60; of a timedelta, its total_seconds()",
         )
     return timeouts
-
-
-def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: World) -> dict[str, Group]:
-    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
-    if not dist.is_initialized():
-        _model_ranks(1, read().group_size)
-        return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
-    world = dist.get_world_size()
-    everyone = list(range(world))
-    control = _new_group(everyone, timeouts.verify, owned, cpu_backend()) if world > 1 else None
-    starting = timeouts._replace(verify=timeouts.start)
-    all_ranks = Group(dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake())
-    group_size, mesh = run_on_all_ranks(all_ranks, read, DistributedError, "the ranks could not agree on their groups")
-    request = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
-    verify_call(all_ranks, lambda: request)
-    model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
-    data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
-    controls = [control if ranks == everyone else None for ranks in model]
-    owned.data_ranks = data
-    groups = {
-        MODEL: _own_group(MODEL, model, timeouts, owned, controls),
-        DATA: _own_group(DATA, data, timeouts, owned, [None] * len(data)),
-    }
-    # a rank that destroys its groups early would cut off ranks that are still connecting
-    verify_call(all_ranks, lambda: f"{request}, made")
-    return groups
 
 
 def is_made_for_mesh() -> bool:
@@ -199,7 +163,7 @@ def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:
                 for ranks in _world.data_ranks
                 for row in torch.tensor(ranks, device="cpu").reshape(*sizes).movedim(i, -1).flatten(0, -2).tolist()
             ]
-            made[name] = _own_group(name, along, everyone.timeouts, _world, [None] * len(along))
+            made[name] = make_own_group(name, along, everyone.timeouts, _world, [None] * len(along))
         register_groups(made)
     found = [group.size for name, group in made.items() if name not in (MODEL, DATA)]
     if found != [*sizes]:
@@ -210,109 +174,6 @@ def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:
             attempt="one mesh for all models; or destroy_process_group() between them",
         )
     return tuple(made[name] for name in names)
-
-
-def _new_handshake() -> HandshakeState:
-    """Returns the state of a new group, at the level that `debug` set before."""
-    return HandshakeState(level=ALONE.level)
-
-
-def _model_ranks(world: int, group_size: int) -> list[list[int]]:
-    """Returns the world's ranks by group."""
-    size = world if group_size == -1 else group_size
-    if size < 1 or world % size:
-        raise DistributedError(
-            f"a world of {world} ranks does not divide into groups of {group_size}",
-            where="init_process_group(group_size=...)",
-            why=f"{world} / {group_size} is not whole" if size > 0 else "a group has at least one rank",
-            attempt=f"a group_size among {[n for n in range(1, world + 1) if world % n == 0]}, or -1 for all",
-        )
-    return [list(range(start, start + size)) for start in range(0, world, size)]
-
-
-def _mesh_ranks(world: int, group_size: int, mesh: DeviceMesh, control: dist.ProcessGroup | None) -> list[list[int]]:
-    if mesh.ndim != 1 or group_size != -1:
-        raise DistributedError(
-            f"a mesh of {mesh.ndim} dimensions with group_size={group_size} can't be a model-parallel group",
-            where="init_process_group(mesh=...)",
-            why="the group is that of one dimension, and the mesh says its size",
-            attempt='one dimension by its name, such as mesh["tp"], and no group_size',
-        )
-    everyone: list[list[int]] = [[] for _ in range(world)]
-    mine = [] if mesh.get_coordinate() is None else sorted(mesh.mesh.tolist())  # torch.distributed sorts them too
-    dist.all_gather_object(everyone, mine, group=control)
-    if any(everyone[rank] != ranks for ranks in everyone for rank in ranks):
-        raise DistributedError(
-            "the ranks' meshes are not parts of one",
-            where="init_process_group(mesh=...)",
-            why="; ".join(f"rank {rank}: {ranks or 'in none'}" for rank, ranks in enumerate(everyone)),
-            attempt="the same dimension of the same mesh on every rank",
-        )
-    return sorted(ranks for rank, ranks in enumerate(everyone) if ranks and ranks[0] == rank)
-
-
-def _own_group(
-    name: str,
-    groups: list[list[int]],
-    timeouts: Timeouts,
-    owned: World,
-    controls: Sequence[dist.ProcessGroup | None],
-) -> Group:
-    """Creates all of these groups, as torch.distributed requires, and returns this process's.
-
-    Args:
-        controls: existing control groups; None where one must be created.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    # torch.distributed marks non-members by a number, because None means the whole world
-    own = Group(-1, -1, name, cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER))
-    for i, ranks in enumerate(groups):
-        whole = owned.owns_torch_distributed and len(ranks) == world
-        through_memory = cpu_backend() == MEMORY or (len(ranks) > 1 and owned.share_memory(ranks))
-        backend = MEMORY if through_memory else None
-        seconds = timeouts.longest if through_memory else timeouts.collective
-        process_group = dist.group.WORLD if whole else _new_group(ranks, seconds, owned, backend)
-        control = None
-        if len(ranks) > 1:
-            shared = process_group if through_memory else controls[i]
-            control = shared or _new_group(ranks, timeouts.verify, owned, "gloo")
-        if rank in ranks:
-            own = Group(
-                ranks.index(rank),
-                len(ranks),
-                name,
-                process_group,
-                control,
-                timeouts,
-                gloo_devices=gloo_devices(process_group) if len(ranks) > 1 else frozenset(),
-                handshake=_new_handshake(),
-            )
-    return own
-
-
-def cpu_backend() -> str:
-    """Returns the backend for CPU tensors; before initialisation, the default for new ranks."""
-    return "gloo" if dist.is_initialized() and MEMORY not in dist.get_backend_config() else MEMORY
-
-
-def gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
-    """The kinds of devices whose tensors travel through gloo: {"cpu"} of "cpu:gloo,cuda:nccl"."""
-    backends = (entry.partition(":") for entry in dist.get_backend_config(process_group).split(","))
-    return frozenset(device for device, _, backend in backends if backend == "gloo")
-
-
-def _new_group(ranks: list[int], seconds: float, owned: World, backend: str | None = None) -> dist.ProcessGroup:
-    try:
-        process_group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
-    except RuntimeError as error:
-        raise DistributedError(
-            f"ranks {ranks} of the world could not make a group",
-            where=f"init_process_group, rank {dist.get_rank()} of {dist.get_world_size()}",
-            why=first_line(error),
-            attempt="call init_process_group on every rank, with the same arguments",
-        ) from error
-    owned.process_groups.append(process_group)
-    return process_group
 
 
 def destroy_process_group() -> None:

@@ -12,13 +12,8 @@ from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, Data, Mesh, MeshAxis
 from torchshard.distributed.group import Group, is_initialized
-from torchshard.distributed.process_groups import (
-    Wanted,
-    along_data_axes,
-    init_for_mesh,
-    init_process_group,
-    is_made_for_mesh,
-)
+from torchshard.distributed.grouping import Wanted
+from torchshard.distributed.process_groups import along_data_axes, init_for_mesh, init_process_group, is_made_for_mesh
 from torchshard.distributed.ranks import Ranks
 
 DIFFERENT = "the ranks have different meshes"

@@ -10,7 +10,6 @@ threads.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -23,17 +22,10 @@ from torch.distributed import ReduceOp
 from torchshard.distributed.memory import exchanges
 from torchshard.distributed.memory.board import Board
 from torchshard.distributed.memory.messages import Letters
-from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable
 from torchshard.distributed.memory.stream import Calls
+from torchshard.distributed.memory.work import MemoryWork
 
 BACKEND = "memory"
-_NO_TIMEOUT = timedelta(0)
-
-
-class _Communication(Protocol):
-    def is_completed(self) -> bool: ...
-
-    def wait(self, seconds: float | None) -> None: ...
 
 
 class _Options(Protocol):
@@ -41,66 +33,6 @@ class _Options(Protocol):
 
     reduceOp: ReduceOp
     rootRank: int
-
-
-class MemoryWork(dist.Work):
-    """A communication under way."""
-
-    def __init__(self, communication: _Communication | None, results: Sequence[Tensor]) -> None:
-        """Stores a communication, or None if it is complete.
-
-        Args:
-            results: the value of a future after the communication has ended.
-        """
-        super().__init__()
-        self._communication, self._results = communication, results
-
-    def is_completed(self) -> bool:
-        """Returns whether it has ended, so `wait` would return at once."""
-        return self._communication is None or self._communication.is_completed()
-
-    def is_success(self) -> bool:
-        """Returns whether it has ended without an error."""
-        if not self.is_completed():
-            return False
-        try:
-            return self.wait()
-        except RuntimeError:
-            return False
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Waits for the end.
-
-        Raises:
-            RuntimeError: another rank does something else, has ended, or timed out.
-        """
-        if self._communication is not None:
-            self._communication.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
-        return True
-
-    def synchronize(self) -> None:
-        """Waits for the end."""
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Returns the filled tensors."""
-        return list(self._results)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a completed future: without a thread, it must end the communication first."""
-        future = torch.futures.Future[Any]()
-        try:
-            self.wait()
-            future.set_result(list(self._results))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def source_rank(self) -> int:
-        """Returns the sender of a message received from any rank."""
-        return int(getattr(self._communication, "rank", -1))
-
-    _source_rank = source_rank
 
 
 class MemoryProcessGroup(dist.ProcessGroup):
@@ -333,70 +265,3 @@ def _op(opts: _Options | None) -> ReduceOp:
 
 def _letter_text(x: Tensor) -> str:
     return f"a message of {x.dtype}, {x.numel()} elements"
-
-
-# --- how ranks find each other's segments ----------------------------------------------------------------------------
-
-
-def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> MemoryProcessGroup:
-    """Creates the group of these ranks; torch.distributed calls it.
-
-    Raises:
-        Unreachable: some ranks can't read each other's memory; raised on every rank.
-    """
-    own, others, refusals = _opened(store, rank, size, timeout)
-    if own is None or any(map(any, refusals)):
-        raise Unreachable("; ".join(dict.fromkeys(refusal for each in refusals for refusal in each if refusal)))
-    return MemoryProcessGroup(Board(own, others, rank, timeout.total_seconds()))
-
-
-def reach(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[set[int]]:
-    """Tests which ranks' memory each rank can read; returns sets by rank, the same on all ranks."""
-    _, _, refusals = _opened(store, rank, size, timeout)
-    return [{other for other, refusal in enumerate(each) if not refusal} for each in refusals]
-
-
-def _opened(
-    store: dist.Store, rank: int, size: int, timeout: timedelta
-) -> tuple[OwnSegment | None, dict[int, OtherSegment], list[list[str]]]:
-    """Creates a segment, and opens the other ranks'.
-
-    Returns:
-        the segments, and for each rank its reasons for not opening each segment ('' on success).
-    """
-    own: OwnSegment | None = None
-    mine: object
-    try:
-        own = OwnSegment()
-        mine = own.found_at
-    except Unreachable as error:
-        mine = str(error)
-    others, refusals = dict[int, OtherSegment](), list[str]()
-    for other, found in enumerate(exchanged_by_store(store, "address", rank, size, mine, timeout)):
-        refusals.append(f"rank {other}: {found}" if isinstance(found, str) else "")
-        if other != rank and not refusals[other]:
-            try:
-                others[other] = OtherSegment(Address(*found))
-            except Unreachable as error:
-                refusals[other] = f"rank {rank}: {error}"
-    everyone = exchanged_by_store(store, "opened", rank, size, refusals, timeout)
-    store.set(f"{BACKEND}/done/{rank}", "")
-    if rank == 0:  # rank 0's process often owns the store, and may end where this fails
-        store.wait([f"{BACKEND}/done/{other}" for other in range(size)], timeout)
-    return own, others, everyone
-
-
-def exchanged_by_store(
-    store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta
-) -> list[Any]:
-    """Returns every rank's value, by rank."""
-    store.set(f"{BACKEND}/{key}/{rank}", json.dumps(mine))
-    keys = [f"{BACKEND}/{key}/{other}" for other in range(size)]
-    store.wait(keys, timeout)
-    return [json.loads(store.get(found)) for found in keys]
-
-
-def register() -> None:
-    """Registers "memory" as a backend of torch.distributed."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, make_group, devices=["cpu"])

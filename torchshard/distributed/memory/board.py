@@ -287,24 +287,3 @@ class Board:
             self.own.publish(GIVEN_UP, number + 1)
             for word in (POSTED, *(self.sent(rank) for rank in self.others)):
                 self.own.wake(word)
-
-
-class Ended:
-    """A set of numbers that end in any order."""
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.below = 0
-        """All numbers below it have ended."""
-        self._later = set[int]()
-
-    def add(self, number: int) -> bool:
-        """Ends a number; returns whether `below` has changed."""
-        if number != self.below:
-            self._later.add(number)
-            return False
-        self.below += 1
-        while self.below in self._later:
-            self._later.remove(self.below)
-            self.below += 1
-        return True

@@ -1,7 +1,6 @@
 """Collectives: the data that a rank posts, and the result that it computes from all ranks' posts.
 
-Each begins at once and returns an `Exchange`; its `wait` ends it. Sums are computed in rank order,
-independent of arrival: all ranks get the same bits, in each run.
+Each begins at once and returns an `Exchange`; its `wait` ends it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,24 +15,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory.board import Call, Post, Refused, call_of
+from torchshard.distributed.memory.reductions import ReduceKind, check_reduces, combine, op_text
 from torchshard.distributed.memory.regions import aligned
 from torchshard.distributed.memory.segment import below_autograd
-from torchshard.distributed.memory.stream import Calls, Rider
+from torchshard.distributed.memory.stream import Calls
 
 Finish = Callable[[list[Post]], None]
-ReduceKind = ReduceOp | ReduceOp.RedOpType
-
-_COMBINED: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Exchange:
@@ -79,7 +65,7 @@ class Exchange:
 def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Exchange:
     """Replaces this rank's tensors with the combination of all ranks'."""
     for x in tensors:
-        _check_reduces(x, op)
+        check_reduces(x, op)
 
     def finish(posts: list[Post]) -> None:
         for x, at in zip(tensors, _places(tensors), strict=True):
@@ -90,7 +76,7 @@ def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Excha
 
 def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
     """Replaces one rank's tensor with the combination of all ranks'."""
-    _check_reduces(tensor, op)
+    check_reduces(tensor, op)
 
     def finish(posts: list[Post]) -> None:
         if calls.board.rank == root:
@@ -162,7 +148,7 @@ def reduce_scatter(
     """
     for found, x in zip(inputs, outputs, strict=True):
         _check_pieces(calls, found, x)
-        _check_reduces(x, op)
+        check_reduces(x, op)
     sent = [x for found in inputs for x in found]
 
     def finish(posts: list[Post]) -> None:
@@ -211,62 +197,9 @@ def _check_pieces(calls: Calls, pieces: Sequence[Tensor], like: Tensor) -> None:
         )
 
 
-@lru_cache
-def _reduces(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
-    x = torch.zeros(2, dtype=dtype, device="cpu")
-    try:
-        _COMBINED[kind](x, x, out=torch.zeros_like(x))
-    except (KeyError, RuntimeError):
-        return False
-    return True
-
-
-def _check_reduces(x: Tensor, op: ReduceKind) -> None:
-    if not _reduces(_kind(op), x.dtype):
-        raise Refused(f"ranks that talk through memory do not reduce {x.dtype} by {op_text(op)}")
-
-
 def barrier(calls: Calls) -> Exchange:
     """Waits for all ranks."""
     return Exchange(calls, call_of("barrier"), (), lambda posts: None)
-
-
-class Numbers:
-    """Numbers that ranks exchange with their next calls, or in a call of their own."""
-
-    def __init__(self, calls: Calls, call: Call, own: Sequence[int]) -> None:
-        """Stores the purpose and this rank's numbers."""
-        self._calls, self._rider = calls, Rider(call, own)
-        calls.rider = self._rider
-
-    def begin(self) -> Numbers:
-        """Sends them now, if they are not sent yet."""
-        if self._rider.begun is None:
-            self._calls.rider = self._rider
-            self._calls.begin(self._rider.call, (), lambda posts: None)
-        return self
-
-    def is_completed(self) -> bool:
-        """Returns whether `wait` would return at once."""
-        return self._rider.of_all is not None
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Waits for the other ranks' numbers.
-
-        Raises:
-            Stopped: a rank timed out or ended.
-            Different: a rank sends no numbers.
-        """
-        self.begin()
-        assert self._rider.begun is not None
-        self._rider.begun.end(seconds)
-        if self._rider.of_all is None and self._rider.begun.failure is not None:
-            raise self._rider.begun.failure
-
-    @property
-    def of_all(self) -> list[list[int]]:
-        """All ranks' numbers after the wait, even if they came with calls that differ."""
-        return self._rider.of_all or []
 
 
 _START: dict[Callable[..., object], Callable[..., Exchange]] = {
@@ -327,42 +260,6 @@ def pieces(whole: Tensor, part: Tensor, ranks: int) -> list[Tensor]:
     if not whole.is_contiguous():
         raise Refused(f"{list(whole.shape)}, which is not contiguous, is not {ranks} times {list(part.shape)}")
     return [piece.view(part.shape) for piece in whole.view(-1).chunk(ranks)]
-
-
-def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
-    """Combines tensors, in their order, into one that shares no memory with them."""
-    if not x.numel():
-        return
-    kind = _kind(op)
-    fn = _COMBINED[kind]
-    # sums of several half-precision tensors are computed in float32, so that they round once
-    rounds_once = x.dtype in _HALVES and (len(parts) > 2 or kind == ReduceOp.AVG)
-    first, *rest = parts
-    if rounds_once or not rest or not x.is_contiguous():
-        total = first.to(torch.float32 if rounds_once else x.dtype, copy=True)
-    else:
-        total = fn(first, rest.pop(0), out=x)
-    for part in rest:
-        fn(total, part, out=total)
-    if kind == ReduceOp.AVG:
-        total.div_(len(parts))
-    if total is not x:
-        x.copy_(total)
-
-
-def op_text(op: ReduceKind) -> str:
-    """Returns the name of a reduction: 'SUM' for torch.distributed's ReduceOp.SUM."""
-    return _name(_kind(op))
-
-
-@lru_cache
-def _name(kind: ReduceOp.RedOpType) -> str:
-    return str(kind).rpartition(".")[2]
-
-
-def _kind(op: Any) -> ReduceOp.RedOpType:
-    kind: ReduceOp.RedOpType = getattr(op, "op", op)
-    return kind
 
 
 def _fill(x: Tensor, calls: Calls, post: Post, at: int) -> None:

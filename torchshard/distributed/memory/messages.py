@@ -7,8 +7,9 @@ from collections import defaultdict, deque
 
 from torch import Tensor
 
-from torchshard.distributed.memory.board import LETTERS, LETTERS_RING, Board, Different, Ended, Post, Stopped, call_of
+from torchshard.distributed.memory.board import LETTERS, LETTERS_RING, Board, Different, Post, Stopped, call_of
 from torchshard.distributed.memory.segment import below_autograd
+from torchshard.distributed.memory.stream import Ended
 
 PAUSES = (1e-4, 5e-3)
 """Seconds between polls for a message from any rank: first, and maximum."""

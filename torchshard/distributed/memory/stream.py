@@ -23,7 +23,6 @@ from torchshard.distributed.memory.board import (
     Board,
     Call,
     Different,
-    Ended,
     Post,
     Stopped,
     call_of,
@@ -194,3 +193,62 @@ class Calls:
             each.end(blocking=False)
         for other in self.others:
             other()
+
+
+class Numbers:
+    """Numbers that ranks exchange with their next calls, or in a call of their own."""
+
+    def __init__(self, calls: Calls, call: Call, own: Sequence[int]) -> None:
+        """Stores the purpose and this rank's numbers."""
+        self._calls, self._rider = calls, Rider(call, own)
+        calls.rider = self._rider
+
+    def begin(self) -> Numbers:
+        """Sends them now, if they are not sent yet."""
+        if self._rider.begun is None:
+            self._calls.rider = self._rider
+            self._calls.begin(self._rider.call, (), _nothing)
+        return self
+
+    def is_completed(self) -> bool:
+        """Returns whether `wait` would return at once."""
+        return self._rider.of_all is not None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the other ranks' numbers.
+
+        Raises:
+            Stopped: a rank timed out or ended.
+            Different: a rank sends no numbers.
+        """
+        self.begin()
+        assert self._rider.begun is not None
+        self._rider.begun.end(seconds)
+        if self._rider.of_all is None and self._rider.begun.failure is not None:
+            raise self._rider.begun.failure
+
+    @property
+    def of_all(self) -> list[list[int]]:
+        """All ranks' numbers after the wait, even if they came with calls that differ."""
+        return self._rider.of_all or []
+
+
+class Ended:
+    """A set of numbers that end in any order."""
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.below = 0
+        """All numbers below it have ended."""
+        self._later = set[int]()
+
+    def add(self, number: int) -> bool:
+        """Ends a number; returns whether `below` has changed."""
+        if number != self.below:
+            self._later.add(number)
+            return False
+        self.below += 1
+        while self.below in self._later:
+            self._later.remove(self.below)
+            self.below += 1
+        return True
