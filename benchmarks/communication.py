@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
 import torchshard as ts
-from torchshard.planner.styles import matching
+from torchshard.planner.pins import matching
 
 LAYERS, BATCH, SEQUENCE = 12, 4, 128
 COLUMN, ROW, VOCAB, WHOLE = "column", "row", "vocab", "replicate"

@@ -25,7 +25,8 @@ from torchshard.core.conversions import (
 )
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.core.mesh import MeshAxis
-from torchshard.planner.costs import CostModel, Value
+from torchshard.planner.costs import CostModel
+from torchshard.planner.properties import Value
 from torchshard.plans.machine import Machine
 
 pytestmark = pytest.mark.quick

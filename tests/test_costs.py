@@ -37,7 +37,8 @@ from torchshard.distributed.kernels import Exchange
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.graph import is_tensor_op, placeholders, results_of, whole_choice
-from torchshard.planner.costs import PRODUCTS, CostModel, Op
+from torchshard.planner.costs import CostModel
+from torchshard.planner.properties import PRODUCTS, Op
 from torchshard.planner.timeline import Messages, Work, course
 from torchshard.plans.costs import Collective, Sent
 from torchshard.plans.machine import MACHINES

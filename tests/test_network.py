@@ -20,10 +20,10 @@ from tests.models import CASES
 from torchshard.core.choices import factor_groups
 from torchshard.ir.graph import is_tensor
 from torchshard.planner.axes import Tensors, brings_axes, is_parameter, weight_axes
-from torchshard.planner.costs import Op
 from torchshard.planner.elimination import HEURISTICS, Elimination, apart, decomposed_order, primal_graph
 from torchshard.planner.folded import Folded
 from torchshard.planner.network import Decision, Network
+from torchshard.planner.properties import Op
 from torchshard.planner.search import MAX_PRICE, solve_within_budget
 from torchshard.planner.solver import Solver
 from torchshard.planner.states import PlannedOps

@@ -26,10 +26,11 @@ from torchshard.ir.graph import is_tensor, is_tensor_op
 from torchshard.planner.build import build
 from torchshard.planner.constants import FORBIDDEN, MAX_PRICE
 from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.costs import CostModel
 from torchshard.planner.elimination import Elimination, Power
 from torchshard.planner.network import Network, name_of
 from torchshard.planner.predict import predict
+from torchshard.planner.properties import Op, Value
 from torchshard.planner.prune import prune
 from torchshard.planner.search import expand_to_all_layers, last_allowed, solve_within_budget
 from torchshard.planner.solver import Solver

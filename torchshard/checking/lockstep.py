@@ -25,8 +25,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from torchshard.checking.exchanges import exchanged
-from torchshard.compiler.divided import DividedBatch
-from torchshard.compiler.program import rank_before
+from torchshard.compiler.divided import DividedBatch, rank_before
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, is_whole, join, split

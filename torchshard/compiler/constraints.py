@@ -9,13 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import memory_of_weights
+from torchshard.compiler.plan_checks import check_layouts, check_ranks, check_same_data, check_same_model
 from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.core.units import size_text
-from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
-from torchshard.plans.data import AxisPlan, Stored
+from torchshard.planner.pins import named_modules, read_pins
+from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, parameter_layouts
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.objective import Aim, read_aim
 from torchshard.plans.plan import Plan
 
@@ -156,10 +158,10 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Aim | N
             attempt="the objective without split",
         )
     if any(each.data for each in mesh.axes):
-        _check_same_data(wanted, axis.data)
-    _check_ranks(facts, axis, wanted)
+        check_same_data(wanted, axis.data)
+    check_ranks(facts, axis, wanted)
     if isinstance(wanted, Plan):
-        _check_same_model(facts, wanted)
+        check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
         given = wanted.last
         if mesh.axes == (axis,):  # a plan for a single axis decides whether the batch or the weights are split
@@ -217,46 +219,6 @@ def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout
     }
 
 
-def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> None:
-    """Refuses a plan made with a different `data`, and a dict of styles if the axis splits the batch.
-
-    Raises:
-        PlanError: the plan does not fit `data`.
-    """
-    if isinstance(plan, Plan) and plan.last.data != data:
-        raise PlanError(
-            "the plan divides something else than it is asked for",
-            where="the plan",
-            why=f"it was made for an axis that holds {plan.last.axis.holds!r}; here it holds {data or 'weights'!r}",
-            attempt=f"a plan made for this mesh; or mesh={plan.world_size}, which divides as the plan does",
-        )
-    if not isinstance(plan, Plan) and plan and data:
-        raise PlanError(
-            "the ranks divide the batch, and the plan splits weights",
-            where=f"plan key {next(iter(plan))!r}",
-            why=f"the ranks hold {data!r}, and there is nothing to choose: one axis of ranks is for one of the two",
-            attempt="the plan {}, or a mesh with an axis for the weights",
-        )
-
-
-def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan) -> None:
-    if isinstance(plan, Plan) and plan.world_size != axis.size:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks, the group has {axis.size}",
-            where="Plan.world_size",
-            why="slices of parameters and collectives are planned for one number of ranks",
-            attempt=f"a plan made with mesh={axis.size}, or {plan.world_size} ranks",
-        )
-    sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
-    if sizes and axis.size > max(sizes) and axis.data is None:
-        raise PlanError(
-            f"{axis.size} ranks are more than any dim has elements",
-            where=f"parameter {sizes[max(sizes)]!r}",
-            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
-            attempt=f"{max(sizes)} ranks or fewer",
-        )
-
-
 def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     """Refuses constraints that cannot be met, before the model is captured.
 
@@ -296,57 +258,3 @@ def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float
         why=f"per rank: {shown}",
         attempt=attempt,
     )
-
-
-def stored(facts: ModelFacts) -> dict[str, Stored]:
-    """The stored shape of each parameter and buffer, for a Plan."""
-    return {name: Stored(t.shape, t.itemsize, t.module, t.names[1:]) for name, t in facts.tensors.items()}
-
-
-def _check_same_model(facts: ModelFacts, plan: Plan) -> None:
-    if not plan.fingerprint or plan.fingerprint == facts.signature:
-        return
-    ours, theirs = stored(facts), plan.stored
-    name = next((n for n in sorted(ours.keys() | theirs.keys()) if _shape(ours, n) != _shape(theirs, n)), "?")
-    raise PlanError(
-        "the plan was made for another model",
-        where=f"parameter {name!r}",
-        why=f"it has shape {_shape(ours, name)} here, and {_shape(theirs, name)} in the plan's model",
-        attempt="make a new plan for this model",
-    )
-
-
-def _shape(tensors: Mapping[str, Stored], name: str) -> object:
-    return tensors[name].shape if name in tensors else "(there is none)"
-
-
-def check_layouts(facts: ModelFacts, layouts: Mapping[str, Layout]) -> None:
-    """Checks that layouts fit their parameters and buffers.
-
-    Raises:
-        PlanError: a name is unknown, or a layout splits a dim that is missing or of another size.
-    """
-    shapes = {name: tensor.shape for name, tensor in facts.tensors.items()}
-    split = {name: layout for name, layout in layouts.items() if layout != I}
-    strangers = sorted(split.keys() - shapes.keys())
-    if strangers:
-        raise PlanError(
-            f"the plan splits {len(strangers)} parameters that the model does not have",
-            where=f"parameter {strangers[0]!r}",
-            why="the plan was made for another model",
-            attempt="make a new plan for this model",
-        )
-    for name, layout in split.items():
-        if not _divides(layout, shapes[name]):
-            raise PlanError(
-                f"the plan's layout {layout} does not fit a parameter",
-                where=f"parameter {name!r}",
-                why=f"it has shape {tuple(shapes[name])}; the plan was made for another model",
-                attempt="make a new plan for this model",
-            )
-
-
-def _divides(layout: Layout, shape: Sequence[int]) -> bool:
-    if not isinstance(layout, Shard) or layout.dim >= len(shape):
-        return False
-    return parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]

@@ -171,3 +171,16 @@ def divide_batch(
 
     graph.graph.output_node().meta["layouts"] = results
     keep_own_order(graph)
+
+
+def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the rank that a rank's plans follow: the first one on the last axis where this rank is not the first.
+
+    Args:
+        numbers: the rank's number on each axis.
+
+    Returns:
+        the numbers of the rank that it follows; () for the very first rank.
+    """
+    last = max((i for i, number in enumerate(numbers) if number), default=-1)
+    return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])

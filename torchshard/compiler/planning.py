@@ -8,9 +8,10 @@ from dataclasses import replace
 from torch import fx
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, does_not_fit, more_slices, stored
+from torchshard.compiler.constraints import Constraints, does_not_fit, more_slices
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
+from torchshard.compiler.plan_checks import stored
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
@@ -23,11 +24,12 @@ from torchshard.passes import own_order_choice, send_to_experts, sends_to_expert
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
+from torchshard.planner.pins import pins_of
 from torchshard.planner.predict import predict
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.states import GraphConstraints
-from torchshard.planner.styles import parameter_layouts, pins_of
+from torchshard.planner.styles import parameter_layouts
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import unsplit
 from torchshard.plans.costs import Costs

@@ -18,18 +18,20 @@ from torchshard.capture import Captured
 from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
 from torchshard.capture.signature import Leaves
-from torchshard.compiler.constraints import Constraints, stored
+from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.divided import (
     DividedBatch,
     batch_sizes,
     batches_of,
     divide_batch,
     left_layouts,
+    rank_before,
     result_layouts_of,
     sizes_in,
     sizes_of_dim,
 )
 from torchshard.compiler.memory import memory_of_rank
+from torchshard.compiler.plan_checks import stored
 from torchshard.compiler.planning import best_plan, graph_for
 from torchshard.compiler.prepare import prepared, timed
 from torchshard.compiler.question import Question
@@ -74,8 +76,7 @@ class Program:
     @property
     def axis(self) -> MeshAxis:
         """The mesh axis that `graph` is split over."""
-        axis: MeshAxis = self.graph.meta["axis"]
-        return axis
+        return self.graph.meta["axis"]
 
     @property
     def mesh(self) -> Mesh:
@@ -90,8 +91,7 @@ class Program:
     @property
     def held(self) -> dict[str, Sharding]:
         """The shardings of parameters, buffers and the call's tensors, by name."""
-        axes = [(self.axis, self.plan.last.held)]
-        axes += [(divided.constraints.axis, divided.constraints.fixed) for divided in self.batches]
+        axes = [(self.axis, self.plan.last.held), *((d.constraints.axis, d.constraints.fixed) for d in self.batches)]
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: Sharding.of(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
@@ -129,10 +129,8 @@ class Program:
             for graph in local:
                 solved.append(divided.solve(graph, solved[-1].plan if solved else None))
             of_first.append(solved[0])
-            needed = slice(-1, None) if divided is self.batches[-1] else slice(None)
-            graphs = [
-                divided.split(graph, plan) for graph, (plan, _) in zip(local[needed], solved[needed], strict=True)
-            ]
+            kept = slice(-1, None) if divided is self.batches[-1] else slice(None)
+            graphs = [divided.split(graph, plan) for graph, (plan, _) in zip(local[kept], solved[kept], strict=True)]
         return RankGraph(graphs[-1], of_first)
 
     def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
@@ -175,19 +173,6 @@ class RankGraph(NamedTuple):
     """A graph with global sizes over the axis that is split last."""
     of_first: list[PlannedAxis]
     """The first rank's plan of each axis that splits the batch."""
-
-
-def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the rank that a rank's plans follow: the first one on the last axis where this rank is not the first.
-
-    Args:
-        numbers: the rank's number on each axis.
-
-    Returns:
-        the numbers of the rank that it follows; () for the very first rank.
-    """
-    last = max((i for i, number in enumerate(numbers) if number), default=-1)
-    return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
 
 
 def _simulated(axis: MeshAxis, rank: int = 0) -> Coordinate:

@@ -20,9 +20,9 @@ from torchshard.custom_ops.fx_types import Target
 from torchshard.ir.fake_values import sizes_as
 from torchshard.ir.graph import before_casts, is_weight, operands
 from torchshard.ops import is_collective
-from torchshard.planner.costs import Value
 from torchshard.planner.predict import in_messages, segment_numbers
 from torchshard.planner.problem import PlannedAxis
+from torchshard.planner.properties import Value
 from torchshard.plans.costs import Collective
 
 Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]

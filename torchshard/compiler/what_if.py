@@ -13,8 +13,9 @@ from torchshard.compiler.program import Program, asked_again
 from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.units import read_size
+from torchshard.planner.pins import read_pins
 from torchshard.planner.problem import PlannedAxis
-from torchshard.planner.styles import StyleWord, read_pins
+from torchshard.planner.styles import StyleWord
 from torchshard.plans.machine import MachineLike, read_machine
 from torchshard.plans.plan import Plan
 

@@ -17,7 +17,7 @@ from torchshard.core.layouts import Shard
 from torchshard.core.rows import Row
 from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
-from torchshard.planner.costs import Op
+from torchshard.planner.properties import Op
 
 WEIGHTS = "the weights"
 """The node that the dims of weights are joined to."""

@@ -15,10 +15,11 @@ from torchshard.ir.graph import carried_inputs, is_carried, is_tensor, is_tensor
 from torchshard.planner.chains import UnevenError, chain_of
 from torchshard.planner.constants import FORBIDDEN, GATHERED_PARAMETER, MAX_SETS
 from torchshard.planner.conversions import element_of
-from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.costs import CostModel
 from torchshard.planner.elimination import Table
 from torchshard.planner.folded import Folded
 from torchshard.planner.network import Decision, Network, name_of
+from torchshard.planner.properties import Op, Value
 from torchshard.planner.states import GraphConstraints, PlannedOps, States
 
 log = logging.getLogger("torchshard.planner")

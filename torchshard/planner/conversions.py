@@ -20,7 +20,8 @@ from torchshard.core.rows import Choice
 from torchshard.ir.axes import typed_as
 from torchshard.ir.graph import consumers, is_tensor_op, required_layouts, where
 from torchshard.ir.sizes import size_names
-from torchshard.planner.costs import CostModel, Value
+from torchshard.planner.costs import CostModel
+from torchshard.planner.properties import Value
 
 
 def element_of(node: fx.Node) -> tuple[fx.Node, int]:

@@ -16,7 +16,8 @@ from torchshard.ir.graph import before_collectives, consumers, node_row
 from torchshard.ir.segments import parts_between
 from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
-from torchshard.planner.costs import NOTHING, CostModel, Op, Value
+from torchshard.planner.costs import NOTHING, CostModel
+from torchshard.planner.properties import Op, Value
 from torchshard.plans.costs import Collective, Sent
 
 

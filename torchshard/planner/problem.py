@@ -16,9 +16,10 @@ from torchshard.ir.fake_values import other_sizes, sizes_as
 from torchshard.ir.graph import consumers
 from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel, Op
+from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
+from torchshard.planner.properties import Op
 from torchshard.planner.search import Excess, search
 from torchshard.planner.states import GraphConstraints
 from torchshard.plans.costs import Costs

@@ -14,9 +14,9 @@ from torchshard.core.rows import Choice
 from torchshard.custom_ops.store import STORE
 from torchshard.ir.graph import is_carried, is_tensor_op, passes_on_weight, required_layouts, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
-from torchshard.planner.costs import Op
 from torchshard.planner.folded import Folded
-from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
+from torchshard.planner.pins import Pin, cannot_have, pinned_layout_conflict
+from torchshard.planner.properties import Op
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from torchshard.custom_ops.whole import HookCall, op_of
 from torchshard.ir.fake_values import nbytes
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, node_row, operands, where
 from torchshard.planner.constants import NEAR, SENT, WEIGHTS, WORK
-from torchshard.planner.costs import CostModel, Op
+from torchshard.planner.costs import CostModel
+from torchshard.planner.properties import Op
 from torchshard.plans.costs import Collective, Costs, GatheredOps
 from torchshard.rules import has_rule
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from torchshard.capture import check_weights, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
+from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
+from torchshard.compiler.plan_checks import check_layouts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Mesh

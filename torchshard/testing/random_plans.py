@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import stored
+from torchshard.compiler.plan_checks import stored
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, canonical
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.rows import Choice
 from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.costs import CostModel
+from torchshard.planner.properties import Op, Value
 from torchshard.planner.search import search
 from torchshard.planner.states import GraphConstraints
 from torchshard.plans.costs import Sent

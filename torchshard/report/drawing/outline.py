@@ -284,17 +284,12 @@ def _over(axis: MeshAxis, node: fx.Node) -> str:
 
 def _begun(node: fx.Node, begin: Begin) -> str:
     """Describes the conversion and the messages of a collective in a rank's step."""
-    before, nbytes = _conversion(node, begin)
+    before, nbytes = begun_conversion(node, begin)
     sign, kernel = "▲" if node.meta["is_backward"] else "▼", OPS[begin.op].kernel.replace("_", "-")
     return f"{_over(axis_of(node), node)}from {before}, {sign} {kernel} {size_text(nbytes)}"
 
 
-def begun_bytes(node: fx.Node, begin: Begin) -> float:
-    """The bytes that a rank sends by a collective that its step begins."""
-    return _conversion(node, begin)[1]
-
-
-def _conversion(node: fx.Node, begin: Begin) -> tuple[str, float]:
+def begun_conversion(node: fx.Node, begin: Begin) -> tuple[str, float]:
     """The operand's type of a collective in a rank's step, and the bytes that a rank sends."""
     row, (waiting,), axis = OPS[begin.op], node.users, axis_of(node)
     source, target = source_and_target(row.name, node.args[1:])

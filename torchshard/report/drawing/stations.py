@@ -23,7 +23,7 @@ from torchshard.custom_ops.whole import entry
 from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
 from torchshard.ir.listing import is_within
 from torchshard.ops import is_collective
-from torchshard.planner.costs import LOOKUPS, PRODUCTS
+from torchshard.planner.properties import LOOKUPS, PRODUCTS
 from torchshard.plans.plan import Plan
 from torchshard.report.times import shares
 

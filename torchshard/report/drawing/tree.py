@@ -21,7 +21,7 @@ from torchshard.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.planner.styles import style_of
 from torchshard.plans.costs import Collective
 from torchshard.plans.plan import Plan
-from torchshard.report.drawing.outline import Box, Frame, Row, begun_bytes, outline, sources
+from torchshard.report.drawing.outline import Box, Frame, Row, begun_conversion, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
 from torchshard.report.why import MOST_USERS, REASONS
 
@@ -158,7 +158,7 @@ class _Tree:
     def _badge(self, side: Side, rows: Sequence[Row]) -> str:
         """The data sent in a module."""
         nodes = [node for row in rows for node in row.nodes]
-        begun = [begun_bytes(node, node.target) for node in nodes if isinstance(node.target, Begin)]
+        begun = [begun_conversion(node, node.target)[1] for node in nodes if isinstance(node.target, Begin)]
         if begun:  # a rank's step, which a plan does not price
             return f'<span class="badge">⬡ {len(begun)} · {size_text(sum(begun))}</span>'
         records = [r for n in nodes for r in (side.record(n), *side.inside.get(n.name, ())) if r is not None]
