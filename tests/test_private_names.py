@@ -72,6 +72,7 @@ PRIVATE: dict[str, str] = {
     "_foreach_supported_types": "weights/parameter",
     "_forward_hooks": "capture/entry_points",
     "_forward_pre_hooks": "capture/entry_points",
+    "_from_config": "cli/configurations weights/transformers_models",
     "_get_backend": "distributed/memory/backend",
     "_get_dtype_plan": "weights/transformers_models",
     "_get_sequence_number_for_group": "distributed/memory/backend",

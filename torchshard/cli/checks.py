@@ -7,7 +7,8 @@ from typing import Protocol
 from torchshard.checking.check import check
 from torchshard.checking.processes import check_processes
 from torchshard.checking.report import Report
-from torchshard.cli.sources import Example, ExampleOptions, real_source
+from torchshard.cli.configurations import Example, ExampleOptions
+from torchshard.cli.sources import real_source
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import InputError

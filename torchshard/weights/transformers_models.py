@@ -58,6 +58,7 @@ def lazy_pretrained(
         raise _no_model(folder, "its weights are quantised, and their slices can't be cut", "the weights before that")
     wanted = _dtype(dtype if dtype not in (None, "auto") else config.dtype, folder)
     with lazy(), nullcontext() if initialise else _without_initialising():
+        # `_from_config`: `AutoModel.from_config` calls it; model classes have no public one (transformers 5.24.0).
         model: Any = cls._from_config(config, dtype=wanted)
         cast_kept(model, wanted)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
