@@ -257,7 +257,7 @@ def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
 
 FACTORIES = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
              "randperm", "scalar_tensor", "tensor", "zeros"}  # fmt: skip
-BY_DEFAULT = {"distributed.primitives: torch.empty(tuple(like), dtype=dtype)"}
+BY_DEFAULT = {"distributed.messages: torch.empty(tuple(like), dtype=dtype)"}
 """A tensor that a user requests by shape alone is created on PyTorch's default device."""
 
 

@@ -5,29 +5,24 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import nn
 
-from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
-from torchshard.capture.facts import ModelFacts, device_type
-from torchshard.compiler.batches import layouts_of_parts, whole_batch
-from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
+from torchshard.capture import check_weights, model_without_storage, shared_names
+from torchshard.capture.facts import device_type
+from torchshard.compiler.calls import aim_of_meshes, plan_call, plan_meshes
+from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.decode_example import DecodeStep, decode_example
 from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.compiler.prepare import check_examples
-from torchshard.compiler.program import program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import Layout
-from torchshard.core.mesh import Mesh
 from torchshard.distributed.ranks import Ranks
-from torchshard.plans.objective import Aim, Objective, ObjectiveLike, check_option, read_aim, read_objective
+from torchshard.plans.objective import Objective, ObjectiveLike, check_option, read_aim, read_objective
 from torchshard.plans.plan import Plan
-from torchshard.plans.proposals import Proposal, Proposals
-from torchshard.plans.proposals import meshes as proposed_meshes
+from torchshard.plans.proposals import Proposals
 from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.joining import join_ranks
 from torchshard.runtime.module import ShardedModule
@@ -264,35 +259,8 @@ def plan(
         example_inputs = ()
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    call, divides = (example_inputs or (), example_kwargs), ranks.parts > 1
-    return _planned(model, plan, ranks, aim, *call, inputs, replaced=replaced, with_memory=divides)
-
-
-def _planned(
-    model: nn.Module,
-    plan: PlanLike,
-    ranks: Mesh,
-    aim: Aim,
-    args: Sequence[object],
-    kwargs: Mapping[str, object] | None,
-    inputs: Inputs,
-    *,
-    replaced: Sequence[str] = (),
-    with_memory: bool = False,
-) -> Plan:
-    constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
-    constraints = replace(constraints, steady=not aim.trains)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
-        args, layouts = tuple(args), dict[str, Layout]()
-        if constraints.batch_parts:
-            call = flatten_call(model, args, kwargs or {})
-            if inputs == "global":
-                layouts = layouts_of_parts(call, constraints.batch_parts)
-            else:
-                call, layouts = whole_batch(call, constraints.batch_parts)
-                args, kwargs = call.rebuild(call.tensors)
-        made = program(model, constraints, args, kwargs, batches=layouts, replaced=replaced, repeating=True)
-        return made.priced(with_memory=with_memory)
+    call = model, plan, ranks, aim, example_inputs or (), example_kwargs
+    return plan_call(*call, whole_batch=inputs == "global", replaced=replaced, with_memory=ranks.parts > 1)
 
 
 def meshes(
@@ -322,56 +290,7 @@ def meshes(
     Raises:
         CaptureError, InputError: as `plan`; or `plan` is a finished one. Meshes without a plan say why in the table.
     """
-    aim = _aim_of_meshes(model, plan, mesh, objective)
+    aim = aim_of_meshes(model, plan, mesh, objective)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
-    found, of_weights = list[Proposal](), dict[int, Plan]()
-    for axes in proposed_meshes(read_mesh(mesh).size, aim.machine.domain):
-        ranks, made, why = read_mesh(axes), None, ""
-        for wanted in aims:
-            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
-            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
-            try:
-                call = (example_inputs or (), example_kwargs)
-                made = _planned(model, given, ranks, wanted, *call, "global", with_memory=True)
-            except (InputError, PlanError) as error:
-                why = f"{error.what}; try: {error.attempt}"
-                continue
-            if shares_plan:
-                of_weights[ranks.last.size] = made
-            if Proposal(axes, made, aim.memory).fits:
-                break
-        found.append(Proposal(axes, made, aim.memory, why))
-    return Proposals(found)
-
-
-def _aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:
-    """Returns the aim by which `meshes` compares.
-
-    Raises:
-        InputError: the plan is for one mesh, calls without gradients were requested, or `mesh` names axes.
-    """
-    if isinstance(read_plan(plan), Plan):
-        raise InputError(
-            "a finished plan is for one mesh",
-            where="meshes(model, plan)",
-            why="each mesh gets a plan of its own",
-            attempt='a dict of module globs and styles, or "auto"',
-        )
-    aim = read_aim(objective, device_type(model))
-    if not aim.trains:
-        raise InputError(
-            "meshes are compared by their training steps",
-            where="objective=",
-            why="calls without gradients need no mesh for the batch: each group of ranks serves calls of its own",
-            attempt='the objective without mode; or plan(..., objective={"mode": "infer"}) for each number of ranks',
-        )
-    if not isinstance(mesh, int):
-        raise InputError(
-            f"{mesh!r} is no number of ranks",
-            where="mesh=",
-            why="meshes finds the axes itself",
-            attempt="mesh=64",
-        )
-    return aim
+    return plan_meshes(model, plan, example_inputs or (), example_kwargs, read_mesh(mesh).size, aim)

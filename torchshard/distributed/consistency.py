@@ -24,7 +24,6 @@ import ctypes
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from torchshard.distributed.group import CheckLevel, Group, own_group, registere
 from torchshard.distributed.handshake import different_error, exchange, header, missing_error
 from torchshard.distributed.memory import call_of
 from torchshard.distributed.wire import begin, finish, note, settle
-
-if TYPE_CHECKING:
-    pass
 
 MAX_VERIFIED = 4096
 """The maximum number of keys to remember."""

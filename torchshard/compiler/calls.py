@@ -1,0 +1,117 @@
+"""Plans a call of a model without ranks: on one mesh, or on each mesh of a number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from torchshard.capture import flatten_call
+from torchshard.capture.facts import ModelFacts, device_type
+from torchshard.compiler import batches
+from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
+from torchshard.compiler.meshes import read_mesh
+from torchshard.compiler.program import program
+from torchshard.core.errors import InputError, PlanError
+from torchshard.core.layouts import Layout
+from torchshard.core.mesh import Mesh
+from torchshard.plans.objective import Aim, ObjectiveLike, read_aim
+from torchshard.plans.plan import Plan
+from torchshard.plans.proposals import Proposal, Proposals, meshes
+
+
+def plan_call(
+    model: nn.Module,
+    plan: PlanLike,
+    ranks: Mesh,
+    aim: Aim,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None,
+    *,
+    whole_batch: bool,
+    replaced: Sequence[str] = (),
+    with_memory: bool = False,
+) -> Plan:
+    """Plans one call of a model.
+
+    Args:
+        whole_batch: whether the arguments are the batch of all ranks, and not of one.
+        replaced: the names of the call's tensors that the call is known to replace by others.
+        with_memory: whether to estimate the memory of a step too.
+
+    Raises:
+        PlanError, CaptureError, InputError: see `program`.
+    """
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
+    constraints = replace(constraints, steady=not aim.trains)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
+        args, layouts = tuple(args), dict[str, Layout]()
+        if constraints.batch_parts:
+            call = flatten_call(model, args, kwargs or {})
+            if whole_batch:
+                layouts = batches.layouts_of_parts(call, constraints.batch_parts)
+            else:
+                call, layouts = batches.whole_batch(call, constraints.batch_parts)
+                args, kwargs = call.rebuild(call.tensors)
+        made = program(model, constraints, args, kwargs, batches=layouts, replaced=replaced, repeating=True)
+        return made.priced(with_memory=with_memory)
+
+
+def plan_meshes(
+    model: nn.Module, plan: PlanLike, args: Sequence[object], kwargs: Mapping[str, object] | None, size: int, aim: Aim
+) -> Proposals:
+    """Plans a call with the batch of all ranks on each mesh of a number of ranks.
+
+    A mesh gets the plan without a memory limit if that fits, otherwise one within the limit.
+    """
+    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
+    found, of_weights = list[Proposal](), dict[int, Plan]()
+    for axes in meshes(size, aim.machine.domain):
+        ranks, made, why = read_mesh(axes), None, ""
+        for wanted in aims:
+            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
+            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
+            try:
+                made = plan_call(model, given, ranks, wanted, args, kwargs, whole_batch=True, with_memory=True)
+            except (InputError, PlanError) as error:
+                why = f"{error.what}; try: {error.attempt}"
+                continue
+            if shares_plan:
+                of_weights[ranks.last.size] = made
+            if Proposal(axes, made, aim.memory).fits:
+                break
+        found.append(Proposal(axes, made, aim.memory, why))
+    return Proposals(found)
+
+
+def aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:
+    """Returns the aim by which `meshes` compares.
+
+    Raises:
+        InputError: the plan is for one mesh, calls without gradients were requested, or `mesh` names axes.
+    """
+    if isinstance(read_plan(plan), Plan):
+        raise InputError(
+            "a finished plan is for one mesh",
+            where="meshes(model, plan)",
+            why="each mesh gets a plan of its own",
+            attempt='a dict of module globs and styles, or "auto"',
+        )
+    aim = read_aim(objective, device_type(model))
+    if not aim.trains:
+        raise InputError(
+            "meshes are compared by their training steps",
+            where="objective=",
+            why="calls without gradients need no mesh for the batch: each group of ranks serves calls of its own",
+            attempt='the objective without mode; or plan(..., objective={"mode": "infer"}) for each number of ranks',
+        )
+    if not isinstance(mesh, int):
+        raise InputError(
+            f"{mesh!r} is no number of ranks",
+            where="mesh=",
+            why="meshes finds the axes itself",
+            attempt="mesh=64",
+        )
+    return aim
