@@ -119,11 +119,7 @@ def aim(command: argparse.ArgumentParser) -> None:
         "--split", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
     )
     command.add_argument(
-        "--recompute",
-        default=[],
-        action="append",
-        metavar="GLOB",
-        help="what backward computes again: blocks.*",
+        "--recompute", default=[], action="append", metavar="GLOB", help="what backward computes again: blocks.*"
     )
 
 

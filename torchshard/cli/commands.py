@@ -15,6 +15,7 @@ from torchshard.cli import arguments
 from torchshard.cli.progress import progress
 
 if TYPE_CHECKING:
+    from torchshard.cli.sources import Source
     from torchshard.compiler.constraints import PlanLike
     from torchshard.planner.styles import StyleWord
     from torchshard.plans.plan import Plan
@@ -23,12 +24,17 @@ DIFFERENT = 1
 """The exit code of a check that found a difference."""
 
 
-def _planned(options: argparse.Namespace) -> Plan:
-    import torchshard as ts
+def _source(options: argparse.Namespace) -> Source:
     from torchshard.cli.configurations import Example
     from torchshard.cli.sources import read_source
 
-    source = read_source(options.model, Example.of(options), options.weights)
+    return read_source(options.model, Example.of(options), options.weights)
+
+
+def _planned(options: argparse.Namespace) -> Plan:
+    import torchshard as ts
+
+    source = _source(options)
     step = None if options.length is None else ts.DecodeStep(options.batch, options.length)
     mesh, objective = arguments.mesh_of(options), arguments.objective_of(options)
     with progress(is_logged=options.verbose):
@@ -117,10 +123,8 @@ def _what_if(options: argparse.Namespace) -> int:
 
 def _meshes(options: argparse.Namespace) -> int:
     import torchshard as ts
-    from torchshard.cli.configurations import Example
-    from torchshard.cli.sources import read_source
 
-    source = read_source(options.model, Example.of(options), options.weights)
+    source = _source(options)
     with progress(is_logged=options.verbose, several=True):
         found = ts.meshes(
             source.model,

@@ -113,8 +113,7 @@ def _random(
         config.dtype = getattr(torch, example.dtype)
     model = build(config)
     cast_kept(model, model.config.dtype or torch.get_default_dtype())
-    result: nn.Module = model
-    return result
+    return model
 
 
 def _turn_off_caches(model: nn.Module) -> None:

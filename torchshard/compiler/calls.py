@@ -109,9 +109,6 @@ def aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: Object
         )
     if not isinstance(mesh, int):
         raise InputError(
-            f"{mesh!r} is no number of ranks",
-            where="mesh=",
-            why="meshes finds the axes itself",
-            attempt="mesh=64",
+            f"{mesh!r} is no number of ranks", where="mesh=", why="meshes finds the axes itself", attempt="mesh=64"
         )
     return aim

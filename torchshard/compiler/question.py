@@ -186,10 +186,4 @@ def _constraints(data: object) -> Constraints:
         path: (is_of(str, key), Style(is_of(str, name), is_of(bool, whole)))
         for path, (key, name, whole) in fields["pins"].items()
     }
-    return Constraints(
-        mesh,
-        read,
-        pins,
-        recompute=texts(fields["recompute"]),
-        steady=is_of(bool, fields["steady"]),
-    )
+    return Constraints(mesh, read, pins, recompute=texts(fields["recompute"]), steady=is_of(bool, fields["steady"]))

@@ -36,14 +36,7 @@ from torchshard.distributed.group import (
 from torchshard.distributed.launch import hide_launcher, launch
 from torchshard.distributed.messages import irecv, isend, recv, send
 from torchshard.distributed.objects import all_gather_object, all_gather_uneven, broadcast_object, gather_object
-from torchshard.distributed.primitives import (
-    all_reduce,
-    barrier,
-    broadcast,
-    gather_to,
-    reduce_to,
-    scatter_from,
-)
+from torchshard.distributed.primitives import all_reduce, barrier, broadcast, gather_to, reduce_to, scatter_from
 from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 from torchshard.distributed.wire import Handle
 

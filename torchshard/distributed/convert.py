@@ -103,8 +103,7 @@ def functional_max(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return copied(x)
     # `_c10d_functional`: an operator, so a compiler's graph can have it (PyTorch 2.13.0).
-    result: Tensor = torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
-    return result
+    return torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
 
 
 def _group_name(group: Group) -> str:

@@ -182,8 +182,7 @@ def _ordered(number: float) -> int:
 def _number(ordered: int) -> float:
     """Inverts `_ordered`."""
     bits = ordered if ordered >= 0 else -ordered | -(2**63)
-    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
-    return number
+    return struct.unpack("<d", struct.pack("<q", bits))[0]
 
 
 def _first_difference(everyone: list[dict[str, str]]) -> str:

@@ -93,11 +93,7 @@ def _mesh_ranks(world: int, group_size: int, mesh: DeviceMesh, control: dist.Pro
 
 
 def make_own_group(
-    name: str,
-    groups: list[list[int]],
-    timeouts: Timeouts,
-    owned: World,
-    controls: Sequence[dist.ProcessGroup | None],
+    name: str, groups: list[list[int]], timeouts: Timeouts, owned: World, controls: Sequence[dist.ProcessGroup | None]
 ) -> Group:
     """Creates all of these groups, as torch.distributed requires, and returns this process's.
 

@@ -19,20 +19,8 @@ from torch.distributed import ReduceOp
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import type_text
 from torchshard.distributed import collectives
-from torchshard.distributed.consistency import (
-    forward_site,
-    needs_verification,
-    verify_call,
-    verify_following_call,
-)
-from torchshard.distributed.eager import (
-    check_memory,
-    fill,
-    needs_gradient,
-    own_dim,
-    verify_tensor_call,
-    whole_size,
-)
+from torchshard.distributed.consistency import forward_site, needs_verification, verify_call, verify_following_call
+from torchshard.distributed.eager import check_memory, fill, needs_gradient, own_dim, verify_tensor_call, whole_size
 from torchshard.distributed.group import Group, own_group, peer
 from torchshard.distributed.kernels import as_sent, copied, gather_pieces, reduced, scatter_pieces, summable
 from torchshard.distributed.memory import ReduceKind, op_text
@@ -74,8 +62,7 @@ def _paired(
 ) -> Tensor:
     if not needs_gradient(x):
         return there(x)
-    result: Tensor = _Paired.apply(x, f"{what} of {type_text(x.dtype, [])}", there, back, group)
-    return result
+    return _Paired.apply(x, f"{what} of {type_text(x.dtype, [])}", there, back, group)
 
 
 # --- one to all, all to one ------------------------------------------------------------------------------------------

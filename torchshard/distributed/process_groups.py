@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 60.0
 """The default time-out for waiting for other ranks."""
-
-
 _world: World | None = None
 
 

@@ -50,12 +50,7 @@ class SearchResult:
 
 
 def search(
-    graph: fx.Graph,
-    model: CostModel,
-    constraints: GraphConstraints,
-    excess: Excess | None = None,
-    *,
-    fold: bool = True,
+    graph: fx.Graph, model: CostModel, constraints: GraphConstraints, excess: Excess | None = None, *, fold: bool = True
 ) -> SearchResult:
     """Returns the fastest plan within the budget, or the smallest plan if none fits.
 

@@ -28,8 +28,6 @@ from torchshard.rules import has_rule
 
 OWN_CHOICE = "to split it, or what is around it, is not legal or costs more than it saves"
 """The reason for an unsplit op that could be split: the planner prefers it, so a warning is unnecessary."""
-
-
 Gathered: TypeAlias = Mapping[fx.Node, tuple[Collective, ...]]
 
 

@@ -63,13 +63,12 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """Returns the number of ranks."""
         return self.board.size
 
-    # `_set_group_name`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
     def setGroupName(self, name: str) -> None:
         """Names the group."""
         self._name = name
+
+    # `_set_group_name`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
+    _set_group_name = setGroupName
 
     def getGroupName(self) -> str:
         """Returns the group's name in torch.distributed."""
@@ -202,7 +201,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self.letters.send(x, rank, tag, _letter_text(x))
         return MemoryWork(None, tensors)
 
-    def _receive(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
+    def _receive(self, tensors: list[Tensor], rank: int | None, tag: int = 0) -> MemoryWork:
         """Implements dist.recv."""
         (x,) = tensors
         _check(tensors)
@@ -210,9 +209,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
 
     def _receive_from_any(self, tensors: list[Tensor], tag: int = 0) -> MemoryWork:
         """Implements dist.recv without a source rank."""
-        (x,) = tensors
-        _check(tensors)
-        return MemoryWork(self.letters.receive(x, None, tag, _letter_text(x)), tensors)
+        return self._receive(tensors, None, tag)
 
     def _pieces(self, whole: list[Tensor], parts: list[Tensor]) -> list[list[Tensor]]:
         return [exchanges.pieces(x, part, self.board.size) for x, part in zip(whole, parts, strict=True)]

@@ -49,8 +49,6 @@ INDEX = GIVEN_UP + PER_LINE
 """The words with the byte offsets of the latest calls' posts."""
 LINES = INDEX + RING
 """The first of the words that count messages, each in its own cache line."""
-
-
 CALLS, LETTERS, NOTE = 0, 1, -1
 """The channels of posts: calls; messages, LETTERS + rank; the reason for giving up."""
 

@@ -78,5 +78,4 @@ def _name(kind: ReduceOp.RedOpType) -> str:
 
 
 def _kind(op: Any) -> ReduceOp.RedOpType:
-    kind: ReduceOp.RedOpType = getattr(op, "op", op)
-    return kind
+    return getattr(op, "op", op)

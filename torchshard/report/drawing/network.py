@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 import networkx as nx
 
 from torchshard.core.units import time_text
-from torchshard.report.drawing.svg import STYLE
+from torchshard.report.drawing.svg import STYLE, shortened
 from torchshard.report.network import plain
 
 SHAPES = {"op": "box", "stored": "cylinder", "value": "ellipse", "read": "ellipse"}
@@ -75,8 +75,7 @@ def _svg(graph: nx.Graph) -> str:
         lines.append(f"<g><title>{escape(tip)}</title>{drawn}</g>")
     for name, (x, y) in at.items():
         data = graph.nodes[name]
-        first, second = (escape(text if len(text) <= LONGEST else text[: LONGEST - 1] + "…")
-                         for text in _lines(name, data))  # fmt: skip
+        first, second = (escape(shortened(text, LONGEST)) for text in _lines(name, data))
         tip = escape("\n".join([f"{data['label']} in {data['module'] or 'the model'}", *data["states"].split(" | ")]))
         box = f'<rect class="row" x="{x}" y="{y}" width="{WIDE}" height="{ROW - 5}" rx="4"/>'
         texts = f'<text x="{x + 6}" y="{y + 10}">{first}</text><text class="detail" x="{x + 6}" y="{y + 21}">{second}'

@@ -108,8 +108,12 @@ def _place(box: Box, left: float, right: float, y: float, places: Extents) -> fl
 
 
 def _text(kind: str, x: float, y: float, text: str, longest: int = 999) -> str:
-    cut = text if len(text) <= longest else text[: longest - 1] + "…"
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(cut)}</text>' if text else ""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(shortened(text, longest))}</text>' if text else ""
+
+
+def shortened(text: str, longest: int) -> str:
+    """The text, cut after a number of characters."""
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _frame(box: Box, at: Extent) -> str:
