@@ -63,12 +63,13 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """Returns the number of ranks."""
         return self.board.size
 
+    # `_set_group_name`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
     def setGroupName(self, name: str) -> None:
         """Names the group."""
         self._name = name
-
-    # `_set_group_name`: torch.distributed calls it after it makes a group (PyTorch 2.13.0).
-    _set_group_name = setGroupName
 
     def getGroupName(self) -> str:
         """Returns the group's name in torch.distributed."""
