@@ -672,7 +672,7 @@ FAULTS = (
         "checkpoints/completion.py",
         '                self._wait(number, f"rank {number} did not finish writing")\n',
         "                pass\n",
-        "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
+        "tests/test_checkpoints.py tests/test_checkpoint_refusals.py -k 'cannot_write or elsewhere'",
     ),
     Fault(
         "placements of a sharding are joined in the order in which they split",
@@ -882,7 +882,7 @@ FAULTS = (
         "checkpoints/saving.py",
         "ranks.verify_along(axis, hashes(items if axis == MODEL else common, axis), what)",
         "pass",
-        "tests/test_checkpoints.py -k different_values",
+        "tests/test_checkpoint_refusals.py -k different_values",
     ),
     Fault(
         "a checkpoint's ranks are numbered along the wrong axis first",
