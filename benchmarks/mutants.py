@@ -615,14 +615,14 @@ FAULTS = (
         "capture/visible.py",
         "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
         "        pass\n",
-        "tests/test_visible.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
+        "tests/test_visible.py tests/test_visible_held.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
     ),
     Fault(
         "values that hold others have no text of their type and place",
         "capture/watch.py",
         'return f"a {self._numbers.of(type(value))} at {visible.places[id(value)]}"',
         'return ""',
-        "tests/test_visible.py -k wherever",
+        "tests/test_visible_held.py -k wherever",
     ),
     Fault(
         "iterators pass for constants",

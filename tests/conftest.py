@@ -82,3 +82,11 @@ def saved(tmp_path: Path) -> Path:
     trained(model, optimizer)
     ts.save(tmp_path, model, optimizer, scheduler=one_cycle(optimizer))
     return tmp_path
+
+
+@pytest.fixture
+def own_process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    ts.distributed.init_process_group()
+    yield
+    ts.distributed.destroy_process_group()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.test_attributes import _log, _Up
-from tests.test_visible import HOLDER, _Applies, _Config, _Doubles, _Sees, _times, _Triples
+from tests.visible import HOLDER, Applies, Config, Doubles, Sees, Triples, times
 from torchshard.capture import KnownCalls, Leaves, Watch, flatten_call
 from torchshard.capture import known_calls as module
 from torchshard.capture.attributes import Snapshot, attributes, changed
@@ -116,8 +116,8 @@ def test_an_object_that_holds_itself_is_refused() -> None:
 
 
 def _states_after_changes(rank: int) -> list[int]:
-    watch, numbers = Watch(_Applies(lambda x: HOLDER.value(x))), []
-    for value in (torch.relu, torch.tanh, torch.relu, _times(2.0), _times(3.0), _times(2.0), _Doubles(), _Triples()):
+    watch, numbers = Watch(Applies(lambda x: HOLDER.value(x))), []
+    for value in (torch.relu, torch.tanh, torch.relu, times(2.0), times(3.0), times(2.0), Doubles(), Triples()):
         HOLDER.value = value
         numbers.append(watch.state())
     return numbers
@@ -129,13 +129,13 @@ def test_all_ranks_number_functions_alike() -> None:
 
 
 def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in visible_to(_Sees(_Config())).functions()}
-    assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
-    assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
+    names = {function.__name__ for function in visible_to(Sees(Config())).functions()}
+    assert {"forward", "scaled", "scaled_by_global", "__call__"} <= names and "linear" not in names
+    assert not [place for place in attributes(Sees(Config())) if "LOGGER" in place and len(place) > 2]
 
 
 def test_states_are_numbered_as_they_appear() -> None:
-    model = _Sees(_Config())
+    model = Sees(Config())
     watch = Watch(model)
     for scale, number in ((1.0, 0), (2.0, 1), (1.0, 0), (3.0, 2), (3.0, 2), (True, 3)):
         model.config.scale = scale
