@@ -59,7 +59,7 @@ class Fault:
 LAYOUTS, RULES, RANKS = (
     "tests/test_layouts.py",
     "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
-    "tests/test_collectives.py",
+    "tests/test_collectives.py tests/test_groups.py",
 )
 PASSES = (
     "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py "

@@ -15,11 +15,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
+from tests import conversion_cases
 from tests.golden import check_golden
 from tests.helpers import nightly
 from tests.op_database import calls, operators
-from tests.test_collectives import _cases as conversion_cases
-from tests.test_collectives import _spread
 from tests.test_decompose import BODIES, _Body
 from torchshard.capture import capture
 from torchshard.core.conversions import step_args
@@ -202,8 +201,8 @@ def _lowered_conversions(rank: int) -> list[str]:
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     group, wrong = lookup("model"), []
-    for name, source, target, shape in conversion_cases():
-        x = _spread(source, shape, group.size)[rank]
+    for name, source, target, shape in conversion_cases.cases():
+        x = conversion_cases.spread(source, shape, group.size)[rank]
         op, args = getattr(torch.ops.torchshard, name).default, (*step_args(source, target, shape), group.name)
         module = fx.GraphModule(nn.Module(), fx.Graph())
         expected, mode = op(x, *args), FakeTensorMode()
