@@ -63,7 +63,7 @@ LAYOUTS, RULES, RANKS = (
 )
 PASSES = (
     "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py "
-    "tests/test_rounding.py"
+    "tests/test_check_parts.py tests/test_rounding.py"
 )
 
 FAULTS = (
@@ -530,14 +530,14 @@ FAULTS = (
         "checking/compare.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
-        "tests/test_mutations.py tests/test_rounding.py",
+        "tests/test_mutations.py tests/test_check_parts.py tests/test_rounding.py",
     ),
     Fault(
         "noise as large as the largest gradient",
         "checking/compare.py",
         "floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}",
         "floors = highest",
-        "tests/test_mutations.py -k small_gradient",
+        "tests/test_check_parts.py -k small_gradient",
     ),
     Fault(
         "no wider dtypes",
@@ -551,7 +551,7 @@ FAULTS = (
         "checking/rounding.py",
         'if node.op == "call_function" and _is_moved(value, operands):',
         "if False:",
-        "tests/test_mutations.py -k rounding_noise",
+        "tests/test_check_parts.py -k rounding_noise",
     ),
     Fault(
         "what rounding may do excuses the capture",

@@ -205,6 +205,7 @@ DOOR = {"testing", "distributed", "distributed.launch", "nn", "nn.functional"}
 """The public modules that tests import, in addition to `torchshard`; `launch` is also a function."""
 INSIDE = {
     "test_capture_parts.py": "known calls, watched code, attributes, sizes",
+    "test_check_parts.py": "steps of the check, its measure of rounding",
     "test_checkpoint_files.py": "files of a checkpoint",
     "test_collectives.py": "conversions on ranks",
     "test_conversions.py": "laws of conversions",
@@ -215,7 +216,6 @@ INSIDE = {
     "test_gpus.py": "groups as on GPUs",
     "test_layouts.py": "laws of layouts and shardings",
     "test_lowering.py": "direct, decompose, lower",
-    "test_mutations.py": "faults in passes and in the check",
     "test_network.py": "the network of costs",
     "test_notation.py": "notation",
     "test_passes.py": "passes, one after the other",
