@@ -23,6 +23,7 @@ from tests.test_decompose import BODIES, _Body
 from torchshard.capture import capture
 from torchshard.core.conversions import step_args
 from torchshard.distributed.group import lookup
+from torchshard.distributed.ops import direct as without_dispatcher
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes import direct, lower, schedule, verify
@@ -192,6 +193,22 @@ def test_what_draws_random_numbers_stays() -> None:
 
     graph = capture(Model(), (torch.randn(3, 8, 4),)).graph
     assert not decompose(graph)
+
+
+# --- collectives without PyTorch's dispatcher ------------------------------------------------------------------------
+
+
+def _direct_conversions(rank: int) -> list[str]:
+    ts.distributed.init_process_group()
+    ops = torch.ops.torchshard
+    wrong, done = conversion_cases.conversions(rank, lambda name: without_dispatcher(getattr(ops, name).default))
+    return wrong if done else ["nothing has run"]
+
+
+@nightly("2", "4")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_functions_of_collectives_compute_what_the_layouts_say(world: int) -> None:
+    assert run_ranks(_direct_conversions, world) == [[]] * world
 
 
 # --- lower ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ gradients  the gradients of a sharded model, compared with the unsharded model's
 """
 
 from torchshard.checking.report import CheckError, Report
-from torchshard.core.layouts import Layout, Shard, join, split
+from torchshard.core.conversions import step_args
+from torchshard.core.layouts import Layout, Shard, dual, join, split
 from torchshard.core.rows import Choice, Row
 from torchshard.ir.fake_values import nbytes
 from torchshard.ir.listing import listing
@@ -35,7 +36,7 @@ from torchshard.testing.rules import OpCall, check_rule
 __all__ = [
     "Call", "CapturedCall", "CheckError", "Choice", "Layout", "OpCall", "PATIENCE", "Partition", "PlannedCall",
     "Report", "Row", "Shard", "TensorType", "awaited", "begun", "capture", "changed_rule", "check_rule", "collective",
-    "collectives", "fail_on_bugs", "full_gradient", "gradient_error", "has_rule", "join", "kept_graphs", "largest",
-    "listing", "nbytes", "on_ranks", "ops_with_rules", "predicted_memory", "rank_graph", "row_of", "rule_of",
-    "run_ranks", "split", "step_graphs", "verify", "why_not_through_memory",
+    "collectives", "dual", "fail_on_bugs", "full_gradient", "gradient_error", "has_rule", "join", "kept_graphs",
+    "largest", "listing", "nbytes", "on_ranks", "ops_with_rules", "predicted_memory", "rank_graph", "row_of", "rule_of",
+    "run_ranks", "split", "step_args", "step_graphs", "verify", "why_not_through_memory",
 ]  # fmt: skip
