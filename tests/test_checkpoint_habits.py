@@ -18,10 +18,6 @@ from tests.resumed import Holds, adam, same, trained
 # --- habits ----------------------------------------------------------------------------------------------------------
 
 
-def _clone_all(module: nn.Module, state: dict[str, Tensor], *others: object) -> None:
-    state.update({name: tensor.clone() for name, tensor in state.items()})
-
-
 class _Scale(nn.Module):
     """Keeps a plain tensor as extra state, and returns copies in its state dict."""
 
