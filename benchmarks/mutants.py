@@ -59,11 +59,11 @@ class Fault:
 LAYOUTS, RULES, RANKS = (
     "tests/test_layouts.py",
     "tests/test_rules.py tests/test_wrong_rules.py tests/test_own_rules.py",
-    "tests/test_collectives.py",
+    "tests/test_collectives.py tests/test_groups.py",
 )
 PASSES = (
     "tests/test_passes.py tests/test_functionalize.py tests/test_written_buffers.py tests/test_mutations.py "
-    "tests/test_rounding.py"
+    "tests/test_check_parts.py tests/test_rounding.py"
 )
 
 FAULTS = (
@@ -530,14 +530,14 @@ FAULTS = (
         "checking/compare.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
-        "tests/test_mutations.py tests/test_rounding.py",
+        "tests/test_mutations.py tests/test_check_parts.py tests/test_rounding.py",
     ),
     Fault(
         "noise as large as the largest gradient",
         "checking/compare.py",
         "floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}",
         "floors = highest",
-        "tests/test_mutations.py -k small_gradient",
+        "tests/test_check_parts.py -k small_gradient",
     ),
     Fault(
         "no wider dtypes",
@@ -551,7 +551,7 @@ FAULTS = (
         "checking/rounding.py",
         'if node.op == "call_function" and _is_moved(value, operands):',
         "if False:",
-        "tests/test_mutations.py -k rounding_noise",
+        "tests/test_check_parts.py -k rounding_noise",
     ),
     Fault(
         "what rounding may do excuses the capture",
@@ -615,14 +615,14 @@ FAULTS = (
         "capture/visible.py",
         "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
         "        pass\n",
-        "tests/test_visible.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
+        "tests/test_visible.py tests/test_visible_held.py tests/test_visible_hooks.py tests/test_visible_ranks.py",
     ),
     Fault(
         "values that hold others have no text of their type and place",
         "capture/watch.py",
         'return f"a {self._numbers.of(type(value))} at {visible.places[id(value)]}"',
         'return ""',
-        "tests/test_visible.py -k wherever",
+        "tests/test_visible_held.py -k wherever",
     ),
     Fault(
         "iterators pass for constants",
@@ -672,7 +672,7 @@ FAULTS = (
         "checkpoints/completion.py",
         '                self._wait(number, f"rank {number} did not finish writing")\n',
         "                pass\n",
-        "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
+        "tests/test_checkpoints.py tests/test_checkpoint_refusals.py -k 'cannot_write or elsewhere'",
     ),
     Fault(
         "placements of a sharding are joined in the order in which they split",
@@ -882,7 +882,7 @@ FAULTS = (
         "checkpoints/saving.py",
         "ranks.verify_along(axis, hashes(items if axis == MODEL else common, axis), what)",
         "pass",
-        "tests/test_checkpoints.py -k different_values",
+        "tests/test_checkpoint_refusals.py -k different_values",
     ),
     Fault(
         "a checkpoint's ranks are numbered along the wrong axis first",

@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hypothesis import settings
 
 import torchshard as ts
 from tests.helpers import matches
+from tests.resumed import Holds, one_cycle, trained
 from torchshard.testing import fail_on_bugs
 
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
@@ -69,3 +71,22 @@ def alone() -> Iterator[None]:
     ts.distributed.destroy_process_group()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with a checkpoint of two layers, AdamW and a scheduler."""
+    torch.manual_seed(0)
+    model = Holds()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    ts.save(tmp_path, model, optimizer, scheduler=one_cycle(optimizer))
+    return tmp_path
+
+
+@pytest.fixture
+def own_process_group() -> Iterator[None]:
+    """A process group of this process alone."""
+    ts.distributed.init_process_group()
+    yield
+    ts.distributed.destroy_process_group()

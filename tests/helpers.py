@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
@@ -39,6 +40,8 @@ def matches(pattern: str, case: str) -> bool:
     return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), case, re.DOTALL) is not None
 
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+"""The dtypes of models that are checked."""
 NO_MEMORY = why_not_through_memory()
 """Why ranks of this machine can't communicate through memory; '' if they can."""
 BACKENDS = ["gloo", pytest.param("memory", marks=pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY))]

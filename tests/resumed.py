@@ -1,9 +1,10 @@
-"""A small model that trains, is saved, and resumes elsewhere, for tests of checkpoints."""
+"""Models that train, are saved, and resume elsewhere, for tests of checkpoints: a small one, and one of two layers."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class Small(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+STEPS = range(2)
+"""The steps before a save."""
 PLANS: Mapping[str, Any] = {
     "auto": "auto",
     "columns": {"attn.qkv": "column", "attn.o": "column", "up": "column", "down": "column", "tok": "vocab"},
@@ -88,3 +91,52 @@ def whole_state(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, ts.ShardedModule):
         return model.full_state_dict()
     return copy.deepcopy(model.state_dict())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "foreach": lambda p: torch.optim.AdamW(p, 0.05, eps=1e-3, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.05, eps=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+}
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
+    """A scheduler of 20 steps."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+
+def run_of(plan: str | None, kind: str = "adamw", **init: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model with an optimizer and a scheduler; `init` is for init_process_group."""
+    warnings.simplefilter("ignore")
+    if plan:
+        ts.distributed.init_process_group(**init)
+    model = small(plan, torch.float64)
+    optimizer = adamw(model) if kind == "adamw" else OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, one_cycle(optimizer)
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two states have the same names and bit-equal values."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Holds(nn.Module):
+    """Two linear layers, optionally tied, or of another size or dtype."""
+
+    def __init__(self, width: int = 4, dtype: torch.dtype = torch.float32, tied: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(width, width, dtype=dtype) for _ in "ab")
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Makes a step with gradients of ones."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with its defaults."""
+    return torch.optim.AdamW(model.parameters())

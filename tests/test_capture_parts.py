@@ -1,4 +1,4 @@
-"""Parts of the capture in isolation: known calls, watched code, restored attributes."""
+"""Parts of the capture in isolation: known calls, watched code, restored attributes, sizes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.models import CASES
 from tests.test_attributes import _log, _Up
-from tests.test_visible import HOLDER, _Applies, _Config, _Doubles, _Sees, _times, _Triples
-from torchshard.capture import KnownCalls, Leaves, Watch, flatten_call
+from tests.visible import HOLDER, Applies, Config, Doubles, Sees, Triples, times
+from torchshard.capture import KnownCalls, Leaves, Watch, capture, flatten_call, model_without_storage
 from torchshard.capture import known_calls as module
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.visible import visible_to
 from torchshard.capture.watch import ObjectNumbers
-from torchshard.core.user_files import is_user_file
+from torchshard.core.user_files import is_library, is_user_file
+from torchshard.ir.editing import mark_needs_grad
 from torchshard.testing import run_ranks
 
 
@@ -116,8 +118,8 @@ def test_an_object_that_holds_itself_is_refused() -> None:
 
 
 def _states_after_changes(rank: int) -> list[int]:
-    watch, numbers = Watch(_Applies(lambda x: HOLDER.value(x))), []
-    for value in (torch.relu, torch.tanh, torch.relu, _times(2.0), _times(3.0), _times(2.0), _Doubles(), _Triples()):
+    watch, numbers = Watch(Applies(lambda x: HOLDER.value(x))), []
+    for value in (torch.relu, torch.tanh, torch.relu, times(2.0), times(3.0), times(2.0), Doubles(), Triples()):
         HOLDER.value = value
         numbers.append(watch.state())
     return numbers
@@ -129,13 +131,13 @@ def test_all_ranks_number_functions_alike() -> None:
 
 
 def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in visible_to(_Sees(_Config())).functions()}
-    assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
-    assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
+    names = {function.__name__ for function in visible_to(Sees(Config())).functions()}
+    assert {"forward", "scaled", "scaled_by_global", "__call__"} <= names and "linear" not in names
+    assert not [place for place in attributes(Sees(Config())) if "LOGGER" in place and len(place) > 2]
 
 
 def test_states_are_numbered_as_they_appear() -> None:
-    model = _Sees(_Config())
+    model = Sees(Config())
     watch = Watch(model)
     for scale, number in ((1.0, 0), (2.0, 1), (1.0, 0), (3.0, 2), (3.0, 2), (True, 3)):
         model.config.scale = scale
@@ -239,6 +241,14 @@ def test_a_library_is_one_wherever_it_is_installed(
     assert is_user_file(str(path)) is bool(held) is is_users
 
 
+def test_a_users_path_may_look_like_a_librarys() -> None:
+    package = str(Path(ts.__file__).parent)
+    for path in ("/home/me/torchshard/examples/train.py", "/home/me/torch/model.py", f"{package}_train.py"):
+        assert is_user_file(path) and not is_library(path)
+    for path in (torch.__file__, f"{package}/api.py", "<frozen runpy>", "torch/csrc/autograd/engine.cpp"):
+        assert is_library(path), path
+
+
 # --- attributes -------------------------------------------------------------------------------------------------------
 
 
@@ -253,3 +263,44 @@ def test_kept_attributes_are_put_back() -> None:
     del model.step
     snapshot.restore()
     assert not changed(before, attributes(model)) and model.up.bias is not None
+
+
+# --- sizes and storage ------------------------------------------------------------------------------------------------
+
+
+class _Expands(nn.Module):
+    """A linear layer as a batch of four equal products, scaled by the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.expand(4, -1, -1), self.up.weight.t().expand(4, -1, -1)).sum(1) / x.shape[0]
+
+
+def _asking(graph: Any, trained: Any) -> None:
+    """A pass that compares a dynamic size with a number."""
+    mark_needs_grad(graph, trained)
+    (x,) = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
+    assert x.shape[0] == 4 or x.shape[0] != 4
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["as it is", "a pass asks"])
+def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass may compare the example's sizes with numbers; other calls must not rely on the answer."""
+    if asked:
+        monkeypatch.setattr("torchshard.compiler.prepare.mark_needs_grad", _asking)
+    model = _Expands()
+    sharded = ts.shard(model, {"up": "replicate"}, example_inputs=(torch.randn(4, 6),))
+    for rows in (4, 4, 6, 3, 4):
+        x = torch.randn(rows, 6)
+        assert torch.allclose(sharded(x), model(x)), rows
+    ts.distributed.destroy_process_group()
+
+
+def test_capture_reads_no_parameter() -> None:
+    model = model_without_storage(CASES["gpt"].build())
+    assert all(p.untyped_storage().size() == 0 for p in model.parameters())
+    assert model.head.weight is model.tok.weight  # type: ignore[union-attr]
+    assert capture(model, CASES["gpt"].inputs()).graph is not None

@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - pytest passes the fixture `saved` by its name
 """The files of a checkpoint: broken files are refused, slices are read and written, objects are encoded."""
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 import torchshard as ts
 from tests.helpers import refused
-from tests.test_checkpoints import _adam, _Holds, _same, _scheduler, _trained, saved  # noqa: F401
+from tests.resumed import Holds, adam, one_cycle, same, trained
 from tests.test_objects import _Point
 from torchshard.checkpoints.copies import Copies
 from torchshard.core.layouts import I, canonical, split
@@ -54,19 +53,19 @@ def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 
 def _other_save(folder: Path) -> None:
     """Replaces a file by another checkpoint's file of the same size and name."""
-    model = _Holds()
-    optimizer = _adam(model)
-    _trained(model, optimizer)
-    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
+    model = Holds()
+    optimizer = adam(model)
+    trained(model, optimizer)
+    ts.save(folder / "other", model, optimizer, scheduler=one_cycle(optimizer))
     shutil.copy(_file(folder / "other"), _file(folder))
 
 
 def _other_objects(folder: Path) -> None:
     """Replaces the objects by another save's, and updates their size in the manifest."""
-    model = _Holds()
+    model = Holds()
     optimizer = torch.optim.AdamW(model.parameters(), 0.5)
-    _trained(model, optimizer)
-    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
+    trained(model, optimizer)
+    ts.save(folder / "other", model, optimizer, scheduler=one_cycle(optimizer))
     shutil.copy(_file(folder / "other", "objects.bin"), _file(folder, "objects.bin"))
     size = _file(folder, "objects.bin").stat().st_size
     _edited(lambda body: body["files"].update({"objects.bin": size}))(folder)
@@ -135,10 +134,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_broken_checkpoint_changes_nothing(kind: str, saved: Path) -> None:
     change, text = BROKEN[kind]
     change(saved)
-    model = _Holds()
-    optimizer, before = _adam(model), copy.deepcopy(model.state_dict())
+    model = Holds()
+    optimizer, before = adam(model), copy.deepcopy(model.state_dict())
     assert refused(lambda: ts.load(saved, model, optimizer), text, ts.InputError)
-    assert _same(before, model.state_dict()) and not optimizer.state and not Path("/tmp/opened").exists()
+    assert same(before, model.state_dict()) and not optimizer.state and not Path("/tmp/opened").exists()
 
 
 def _half() -> Tensor:
@@ -149,7 +148,7 @@ UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object": (lambda: {"extra": object()}, "a checkpoint can't hold what extra has"),
     "a function": (lambda: {"extra": {"f": [print]}}, "a checkpoint can't hold what extra has"),
     "slices": (lambda: {"extra": {"ema": [_half()]}}, "extra['ema'][0]"),
-    "a stranger": (lambda: {"optimizer": _adam(_Holds())}, "a parameter that is not the model's"),
+    "a stranger": (lambda: {"optimizer": adam(Holds())}, "a parameter that is not the model's"),
     "a size": (lambda: {"copies": "4 potatoes"}, "'4 potatoes' is no size"),
 }
 
@@ -158,7 +157,7 @@ UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_what_cannot_be_saved_leaves_the_folder_as_it_was(kind: str, saved: Path) -> None:
     make, text = UNSAVED[kind]
     before = read_checkpoint(saved).id
-    assert refused(lambda: ts.save(saved, _Holds(), **make()), text, ts.InputError)
+    assert refused(lambda: ts.save(saved, Holds(), **make()), text, ts.InputError)
     assert read_checkpoint(saved).id == before and len([*saved.glob("data-*")]) == 1
 
 
@@ -167,15 +166,15 @@ def test_data_that_an_unreadable_manifest_may_name_stay(saved: Path, monkeypatch
     (saved / MANIFEST).write_text("{")
     with monkeypatch.context() as patch:
         patch.setattr(FilePlan, "create", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert refused(lambda: ts.save(saved, _Holds()), "No space left", ts.InputError)
+        assert refused(lambda: ts.save(saved, Holds()), "No space left", ts.InputError)
     (saved / MANIFEST).write_text(manifest)
-    ts.load(saved, _Holds())
+    ts.load(saved, Holds())
 
 
 def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (saved / f"{MANIFEST}.part").symlink_to(tmp_path / "mine")
-    ts.save(saved, _Holds())
+    ts.save(saved, Holds())
     assert (tmp_path / "mine").read_text() == "mine" and not (saved / MANIFEST).is_symlink()
 
 

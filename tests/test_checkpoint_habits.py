@@ -1,4 +1,3 @@
-# ruff: noqa: F402, F811 - pytest passes fixtures by their names
 """Checkpoints in users' training code: extra states, any optimizer, names, late failures."""
 
 from __future__ import annotations
@@ -14,13 +13,9 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import refused
-from tests.test_checkpoints import _adam, _Holds, _same, _trained, saved  # noqa: F401
+from tests.resumed import Holds, adam, same, trained
 
 # --- habits ----------------------------------------------------------------------------------------------------------
-
-
-def _clone_all(module: nn.Module, state: dict[str, Tensor], *others: object) -> None:
-    state.update({name: tensor.clone() for name, tensor in state.items()})
 
 
 class _Scale(nn.Module):
@@ -100,7 +95,7 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path) -> None:
     into = torch.optim.SGD(other.parameters(), torch.tensor(1.0))
     loaded = ts.load(tmp_path, other, into)
     assert loaded["log"] == [1] and torch.equal(loaded["x"], torch.ones(2)) and into.param_groups[0]["lr"] == 0.1
-    assert _same(before, other.state_dict())
+    assert same(before, other.state_dict())
 
 
 STATES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -125,7 +120,7 @@ def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> N
 
         optimizer.step(closure)
 
-    pair = [_Holds(dtype=torch.float32 if kind == "lbfgs" else torch.bfloat16) for _ in range(2)]
+    pair = [Holds(dtype=torch.float32 if kind == "lbfgs" else torch.bfloat16) for _ in range(2)]
     optimizers = [STATES[kind](model.parameters()) for model in pair]
     for _ in range(3):
         step(pair[0], optimizers[0])
@@ -137,20 +132,20 @@ def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> N
     for _ in range(3):
         for model, optimizer in zip(pair, optimizers, strict=True):
             step(model, optimizer)
-        assert _same(pair[0].state_dict(), pair[1].state_dict())
+        assert same(pair[0].state_dict(), pair[1].state_dict())
 
 
 def test_names_with_slashes_and_wrapped_models(tmp_path: Path) -> None:
     pair = [nn.ModuleDict({"w": nn.Linear(2, 2), "x/w": nn.Linear(2, 2)}) for _ in range(2)]
-    optimizers = [_adam(model) for model in pair]
-    _trained(pair[0], optimizers[0])
+    optimizers = [adam(model) for model in pair]
+    trained(pair[0], optimizers[0])
     milestones = torch.optim.lr_scheduler.MultiStepLR(optimizers[0], [2, 4])
     ts.save(tmp_path, torch.compile(pair[0]), optimizers[0], scheduler=milestones)
     restored = torch.optim.lr_scheduler.MultiStepLR(optimizers[1], [1, 9])
     ts.load(tmp_path, pair[1], optimizers[1], scheduler=restored)
     keys = {frozenset(state) for state in optimizers[1].state.values()}
     assert keys == {frozenset(("step", "exp_avg", "exp_avg_sq"))} and restored.milestones == milestones.milestones
-    assert _same(pair[0].state_dict(), pair[1].state_dict())
+    assert same(pair[0].state_dict(), pair[1].state_dict())
 
 
 class _Raises(torch.optim.lr_scheduler.StepLR):
@@ -161,15 +156,15 @@ class _Raises(torch.optim.lr_scheduler.StepLR):
 
 
 def test_what_fails_last_is_undone(tmp_path: Path) -> None:
-    pair = [_Holds() for _ in range(2)]
-    optimizers = [_adam(model) for model in pair]
-    _trained(pair[0], optimizers[0])
+    pair = [Holds() for _ in range(2)]
+    optimizers = [adam(model) for model in pair]
+    trained(pair[0], optimizers[0])
     ts.save(tmp_path, pair[0], optimizers[0], scheduler=_Raises(optimizers[0], 3))
     model, optimizer, scheduler = pair[1], optimizers[1], _Raises(optimizers[1], 7)
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with pytest.raises(ValueError, match="boom"):
         ts.load(tmp_path, model, optimizer, scheduler=scheduler)
-    assert _same(before, model.state_dict()) and not optimizer.state and scheduler.step_size == 7
+    assert same(before, model.state_dict()) and not optimizer.state and scheduler.step_size == 7
     assert torch.equal(rng, torch.get_rng_state())
     model.a.weight = nn.Parameter(torch.zeros(1).expand(4, 4))  # can't be written
     with pytest.raises(RuntimeError, match="more than one element"):
@@ -185,5 +180,5 @@ def test_what_fails_last_is_undone(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_folder_is_refused(folder: Any, why: str) -> None:
-    for call in (lambda: ts.save(folder, _Holds()), lambda: ts.load(folder, _Holds())):
+    for call in (lambda: ts.save(folder, Holds()), lambda: ts.load(folder, Holds())):
         assert refused(call, why, ts.InputError)

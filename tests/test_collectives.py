@@ -1,257 +1,31 @@
-"""The conversions on real gloo ranks, compared with their definition by layouts; groups; compile and export.
-
-A few spawns run everything: each returns descriptions of its failures, and the cases that it ran.
-"""
+"""The conversions on real ranks, compared with their definition by layouts, and in a group of one."""
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
-import torchshard as ts
 import torchshard.distributed as tsd
+from tests.conversion_cases import STRIDES, cases, conversions
 from tests.helpers import nightly
-from torchshard.checking.lockstep import convert
-from torchshard.core.conversions import TABLE, plan_conversion, step_args
-from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
-from torchshard.core.mesh import simulated_name
-from torchshard.distributed.group import lookup
-from torchshard.distributed.ops import direct
-from torchshard.ops import hashable
-from torchshard.testing import run_ranks
+from torchshard.testing import run_ranks, step_args
 
-Case = tuple[str, Layout, Layout, tuple[int, ...]]
 _ops = torch.ops.torchshard
-
-
-def _cases() -> Iterator[Case]:
-    """Every conversion along first, middle and last dims: even, uneven, fewer than ranks, in segments and in units."""
-    shards: list[tuple[Shard, Shard, tuple[int, ...]]] = [
-        (S(0), S(1), (12, 4)),
-        (S(1), S(0), (5, 7)),
-        (S(0), S(2), (1, 3, 5)),
-        (S(1, ((4, 1), (3, 1))), S(0), (4, 7)),
-        (S(2, ((3, 2),)), S(0, ((2, 1), (4, 1))), (6, 2, 6)),
-        (S(0, ((5, 2), (1, 3))), S(1), (13, 2)),
-    ]
-    for a, b, shape in shards:
-        for source, target in [(I, a), (a, I), (P, a), (a, R), (R, a), (a, b), (b, a)]:
-            first, *_ = plan_conversion(source, target) or ()
-            yield first.name, source, target, shape
-        yield "pad", a, P, shape
-    for shape in [(5, 4), (1,), (), (0, 3)]:
-        yield "copy", I, R, shape
-        yield "reduce", P, I, shape
-        yield "all_reduce", P, R, shape
-
-
-def _spread(layout: Layout, shape: tuple[int, ...], world: int, *, equal: bool = False) -> list[Tensor]:
-    """The ranks' parts of a random value; `equal`: a partial sum has equal addends."""
-    if layout == P:
-        made = [torch.randn(shape, dtype=torch.float64) for _ in range(world)]
-        return made[:1] * world if equal else made
-    whole = torch.randn(shape, dtype=torch.float64)
-    return [split(whole, layout, rank, world).clone() for rank in range(world)]
-
-
-STRIDES = ("plain", "transposed", "strided", "expanded")
-
-
-def _restrided(x: Tensor, how: str) -> Tensor:
-    """Equal values (for `expanded`, the first row's) in non-contiguous memory."""
-    if how == "transposed" and x.ndim > 1:
-        return x.mT.contiguous().mT
-    if how == "strided" and x.ndim:
-        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
-    if how == "expanded" and x.ndim and x.shape[0]:
-        return x[:1].expand(x.shape)
-    return x
-
-
-def _with_strides(pieces: list[Tensor], layout: Layout, how: str, mixed: int) -> list[Tensor]:
-    """All ranks' pieces in these strides; `mixed`: in different ones. Shards aren't expanded, to keep their values."""
-    rest = [s for s in STRIDES if s != "expanded"]
-    hows = [rest[(rest.index(how) + mixed * rank) % 3] if how in rest else how for rank in range(len(pieces))]
-    if how == "expanded" and isinstance(layout, Shard):
-        return pieces
-    return [_restrided(p, h) for p, h in zip(pieces, hows, strict=True)]
-
-
-def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
-    """Runs one conversion on this rank, as an operator and without PyTorch's dispatcher; yields its failures."""
-    name, source, target, shape = case
-    world = tsd.get_group_size()
-    pieces = _with_strides(_spread(source, shape, world), source, how, mixed=1)
-    cotangents = _with_strides(_spread(dual(target), shape, world, equal=equal), dual(target), how, mixed=2)
-    op = getattr(_ops, name).default
-    for call in (op, direct(op)):
-        x, cotangent = (p[rank].detach().requires_grad_() for p in (pieces, cotangents))
-        before = x.detach().clone()
-        got = call(x, *hashable(step_args(source, target, shape)), "model")
-        (grad,) = torch.autograd.grad(got, x, cotangent, create_graph=True)
-        (again,) = torch.autograd.grad(grad, cotangent, pieces[rank]) if how == "plain" else (got,)
-        found = {
-            "value": _same(got, convert(pieces, source, target), target, rank),
-            "gradient": _same(grad, convert(cotangents, dual(target), dual(source)), dual(source), rank),
-            "gradient of the gradient": _same(again, convert(pieces, source, target), target, rank),
-            "input kept": torch.equal(x.detach(), before),
-            "no alias": got.untyped_storage()._cdata != x.untyped_storage()._cdata,
-            "contiguous": got.is_contiguous() or name == "copy",
-        }
-        wrong = [what for what, holds in found.items() if not holds]
-        if wrong:
-            yield f"{call} {source} -> {target} of {shape}, {how}, {equal=}: {', '.join(wrong)}"
-
-
-def _same(got: Tensor, expected: Sequence[Tensor], layout: Layout, rank: int) -> bool:
-    """Whether this rank's part is as expected. Partial sums are reduced first, since their addends may differ."""
-    if layout == P:
-        got, expected = got.clone(memory_format=torch.contiguous_format), [join(expected, P)] * len(expected)
-        dist.all_reduce(got, group=tsd.get_group())
-    return got.shape == expected[rank].shape and torch.allclose(got, expected[rank], rtol=0, atol=1e-12)
+NAMES = sorted({name for name, *_ in cases()})
 
 
 def _in_groups_of(rank: int, sizes: tuple[int, ...]) -> dict[Any, Any]:
-    """Runs everything in groups of each size; four ranks also test the groups themselves."""
+    """Runs all conversions in groups of each size."""
     found: dict[Any, Any] = {}
     for size in sizes:
         tsd.init_process_group(group_size=size)
-        found[size] = _everything(rank % size, size)
+        wrong, done = conversions(rank % size, lambda name: getattr(_ops, name).default)
+        highest = _ops.all_reduce_max(torch.tensor([float(rank % size), -float(rank % size)]), "model")
+        found[size] = {"wrong": wrong, "done": done, "max": highest.tolist()}
         tsd.destroy_process_group()
-    return found | (_groups(rank) if 2 in sizes else {})
-
-
-def _everything(rank: int, world: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    wrong, done = list[str](), set()
-    for case in _cases():
-        for how in STRIDES:
-            for equal in (False, True) if case[2] == R else (False,):  # only cotangents of R have addends
-                wrong += _one(rank, case, how, equal)
-                done.add((case[0], how))
-    return {
-        "wrong": wrong,
-        "done": done,
-        "public": _public(rank, world),
-        "dtypes": _dtypes(rank, world),
-        "max": _ops.all_reduce_max(torch.tensor([float(rank), -float(rank)]), "model").tolist(),
-        "exported": _exported(rank),
-    }
-
-
-def _public(rank: int, world: int) -> dict[str, bool]:
-    """The public functions: negative dims, sizes that are inferred, and sizes that are given for uneven splits."""
-    whole, even = torch.arange(10.0).reshape(2, 5), torch.arange(24.0).reshape(2, 12)
-    mine, slice_ = split(whole, S(1), rank, world), split(even, S(1), rank, world)
-    addend = whole * (rank + 1)
-    total = whole * sum(range(1, world + 1))
-    return {
-        "scatter": torch.equal(tsd.scatter(whole), mine),
-        "narrow": torch.equal(tsd.narrow(whole, 1), mine),
-        "gather": torch.equal(tsd.gather(slice_), even),
-        "gather uneven": torch.equal(tsd.gather(mine, -1, size=5), whole),
-        "all_gather": torch.equal(tsd.all_gather(slice_, 1), even),
-        "all_gather uneven": torch.equal(tsd.all_gather(mine, size=5), whole),
-        "reduce": torch.equal(tsd.reduce(addend.clone()), total),  # in place, since no gradient is needed
-        "all_reduce": torch.equal(tsd.all_reduce(addend.clone()), total),  # in place too
-        "copy": torch.equal(tsd.copy(whole), whole),
-        "reduce_scatter": torch.equal(tsd.reduce_scatter(addend), split(total, S(1), rank, world)),
-        "all_to_all": torch.equal(tsd.all_to_all(mine, -1, 0, size=5), split(whole, S(0), rank, world)),
-        "dim=None": tsd.gather(whole, None) is whole and tsd.scatter(whole, None) is whole,
-        "place": (tsd.get_rank(), tsd.get_group_size(), tsd.get_world_size()) == (rank, world, world),
-        "group": dist.get_rank(tsd.get_group()) == rank,
-    }
-
-
-def _dtypes(rank: int, world: int) -> dict[str, bool]:
-    """Gathers, sums and broadcasts values of other dtypes than floats, too."""
-    found = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, *UNSENT):
-        whole = (torch.arange(10).reshape(5, 2) % 3).to(dtype)
-        mine = split(whole, S(0), rank, world)
-        plain, total = whole.double(), whole.double() * world
-        found[f"gather {dtype}"] = torch.equal(tsd.gather(mine, 0, size=5).double(), plain)
-        found[f"broadcast {dtype}"] = torch.equal(
-            tsd.broadcast(whole.clone() if rank == 0 else torch.zeros_like(whole)).double(), plain
-        )
-        found[f"scatter_from {dtype}"] = torch.equal(tsd.scatter_from(whole, 0, 0).double(), mine.double())
-        if dtype is not torch.bool:
-            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole.clone()).double(), total)
-            own = split(total, S(0), rank, world)
-            found[f"reduce_scatter {dtype}"] = torch.equal(tsd.reduce_scatter(whole, 0).double(), own)
-            to_one = tsd.reduce_to(whole.clone(), 0).double()
-            found[f"reduce_to {dtype}"] = torch.equal(to_one, total if rank == 0 else total * 0)
     return found
-
-
-def _bits(rank: int) -> dict[str, bool]:
-    """Sends values of dtypes that backends don't send, and uint64 values beyond int64."""
-    tsd.init_process_group()
-    own = torch.tensor([2**63 + rank, 5 - rank], dtype=torch.uint64)
-    most, least = (tsd.all_reduce(own.clone(), op).tolist() for op in (tsd.ReduceOp.MAX, tsd.ReduceOp.MIN))
-    found = {"MAX of uint64": most == [2**63 + 1, 5], "MIN of uint64": least == [2**63, 4]}
-    for dtype in UNSENT:
-        pieces = tsd.all_gather_uneven(torch.full((1 + rank,), 3, dtype=torch.int32).to(dtype))
-        found[f"all_gather_uneven {dtype}"] = [p.double().tolist() for p in pieces] == [[3.0], [3.0, 3.0]]
-    return found
-
-
-def test_bits_of_dtypes_that_backends_do_not_send() -> None:
-    for found in run_ranks(_bits, 2):
-        assert all(found.values()), found
-
-
-UNSENT = (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn)
-"""Dtypes that gloo does not send."""
-
-
-# --- export ----------------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    """Hand-written column- and row-parallel layers, and a gather of a scattered value."""
-
-    def __init__(self, up: Tensor, down: Tensor) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(tsd.copy(x) @ self.up.T)
-        return tsd.reduce(hidden @ self.down.T) + tsd.gather(tsd.scatter(x, -1) * 2, -1, size=x.shape[-1])
-
-
-def _weights() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(12, 5), (5, 12), (3, 5)]
-    up, down, x = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-    return up, down, x
-
-
-def _grads(model: nn.Module, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    (model(x) ** 2).sum().backward()
-    return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def _exported(rank: int) -> bool:
-    """Whether the reloaded program's gradients equal the unsharded layer's, computed by plain ops."""
-    world, (up, down, x) = tsd.get_group_size(), _weights()
-    block = Block(split(up, S(0), rank, world).clone(), split(down, S(1), rank, world).clone())
-    held = io.BytesIO()
-    torch.export.save(torch.export.export(block, (x,)), held)
-    held.seek(0)
-    got = _grads(torch.export.load(held).module(), x)
-    wholes = [t.clone().requires_grad_() for t in (x, up, down)]
-    out = torch.relu(wholes[0] @ wholes[1].T) @ wholes[2].T + 2 * wholes[0]
-    dx, dup, ddown = torch.autograd.grad((out**2).sum(), wholes)
-    expected = [dx, split(dup, S(0), rank, world), split(ddown, S(1), rank, world)]
-    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -272,93 +46,13 @@ def test_on_real_ranks(ranks: str, world: int, request: pytest.FixtureRequest) -
     for found in request.getfixturevalue(ranks):
         result = found[world]
         assert result["wrong"] == []
-        assert result["done"] == {(name, how) for name in TABLE for how in STRIDES}
-        assert all(result["public"].values()), result["public"]
-        assert all(result["dtypes"].values()), result["dtypes"]
+        assert result["done"] == {(name, how) for name in NAMES for how in STRIDES}
         assert result["max"] == [world - 1.0, 0.0]
-        assert result["exported"]
-
-
-# --- groups on real ranks --------------------------------------------------------------------------------------------
-
-
-def _groups(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    try:
-        tsd.init_process_group(group_size=3)
-    except ts.DistributedError as error:
-        found["does not divide"] = str(error)
-    found["after the error"] = tsd.is_initialized()
-    tsd.init_process_group(group_size=2)
-    found["pair"] = (tsd.get_rank(), tsd.get_group_size(), dist.get_process_group_ranks(tsd.get_group()))
-    found["sum"] = tsd.reduce(torch.tensor(float(rank))).item()
-    found["gathered"] = tsd.gather(torch.tensor([rank])).tolist()
-    tsd.destroy_process_group()
-    found["torch.distributed is left alone"] = dist.is_initialized() and not tsd.is_initialized()
-    tsd.init_process_group(group_size=1)
-    found["alone"] = tsd.reduce(torch.tensor(float(rank))).item()
-    tsd.destroy_process_group()
-    tsd.init_process_group()
-    found["all"] = tsd.reduce(torch.tensor(float(rank))).item()
-    return found
-
-
-@pytest.mark.nightly
-def test_groups_of_two_of_four_ranks(four: list[dict[Any, Any]]) -> None:
-    for rank, found in enumerate(four):
-        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found["does not divide"] == (
-            "a world of 4 ranks does not divide into groups of 3\n"
-            "  where: init_process_group(group_size=...)\n"
-            "  why:   4 / 3 is not whole\n"
-            "  try:   a group_size among [1, 2, 4], or -1 for all"
-        )
-        assert not found["after the error"]
-        assert found["pair"] == (rank % 2, 2, pair)
-        assert (found["sum"], found["gathered"]) == (sum(pair), pair)
-        assert found["torch.distributed is left alone"]
-        assert (found["alone"], found["all"]) == (rank, 6.0)
-
-
-def _fails(rank: int) -> int:
-    if rank == 1:
-        raise ValueError("a rank of two")
-    return rank
-
-
-def test_a_failing_rank_is_reported_with_its_traceback() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1:\n[\s\S]*ValueError: a rank of two"):
-        run_ranks(_fails, 2)
-
-
-# --- one process -----------------------------------------------------------------------------------------------------
-
-
-def test_without_a_group_everything_is_its_input() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    calls = [tsd.copy, tsd.reduce, tsd.all_reduce, tsd.gather, tsd.scatter, tsd.all_gather, tsd.narrow]
-    assert all(call(x) is x for call in [*calls, tsd.reduce_scatter, lambda t: tsd.all_to_all(t, 0, 1)])
-    assert (tsd.get_rank(), tsd.get_group_size(), tsd.get_world_size(), tsd.is_initialized()) == (0, 1, 1, False)
-    with pytest.raises(ts.DistributedError, match="there is no model-parallel group in this process") as caught:
-        tsd.get_group()
-    assert "try:   call torchshard.distributed.init_process_group() first" in str(caught.value)
-    with pytest.raises(ts.DistributedError, match="group 'model'"):
-        _ops.copy(x, "model")
-
-
-def test_a_single_process_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    for _ in range(2):
-        tsd.init_process_group()
-        assert (tsd.get_rank(), tsd.get_group_size(), tsd.get_group()) == (0, 1, None)
-        assert not dist.is_initialized()
-        tsd.destroy_process_group()
-        assert not tsd.is_initialized()
 
 
 def test_results_of_a_group_of_one_are_copies() -> None:
     tsd.init_process_group()
-    for name, source, target, shape in _cases():
+    for name, source, target, shape in cases():
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         got = getattr(_ops, name)(x, *step_args(source, target, shape), "model")
         (grad,) = torch.autograd.grad(got, x, torch.ones_like(got))
@@ -366,91 +60,11 @@ def test_results_of_a_group_of_one_are_copies() -> None:
         assert not got.numel() or got.data_ptr() != x.data_ptr(), name
 
 
-def test_initialising_twice_is_an_error_and_after_a_destroy_it_is_not() -> None:
-    tsd.init_process_group()
-    with pytest.raises(ts.DistributedError, match="is initialised already") as caught:
-        tsd.init_process_group()
-    assert "why:   this process is rank 0 of 1" in str(caught.value)
-    tsd.destroy_process_group()
-    tsd.init_process_group()
-    tsd.destroy_process_group()
-    tsd.destroy_process_group()
-
-
-@pytest.mark.parametrize(("size", "why"), [(2, "1 / 2 is not whole"), (0, "at least one rank"), (-2, "at least one")])
-def test_a_group_size_that_does_not_divide(size: int, why: str) -> None:
-    with pytest.raises(
-        ts.DistributedError, match=f"a world of 1 ranks does not divide into groups of {size}"
-    ) as caught:
-        tsd.init_process_group(group_size=size)
-    assert why in str(caught.value) and not tsd.is_initialized()
-    tsd.init_process_group(group_size=1)
-
-
-def test_under_a_launcher_it_begins_and_ends_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ts.DistributedError, match="does not divide"):
-        tsd.init_process_group(group_size=2, backend="gloo")
-    assert not dist.is_initialized()
-    tsd.init_process_group(backend="gloo")
-    assert dist.is_initialized() and tsd.get_group() is dist.group.WORLD
-    tsd.destroy_process_group()
-    assert not dist.is_initialized()
-
-
-def test_a_simulated_group_has_shapes_and_no_values() -> None:
-    name = simulated_name(2, 3)
-    assert (lookup(name).rank, lookup(name).size, lookup(name).simulated) == (2, 3, True)
-    assert _ops.scatter(torch.empty(7, 2, device="meta"), 0, [7, 1], name).shape == (1, 2)
-    with pytest.raises(ts.DistributedError, match="made for simulated ranks can't communicate"):
-        _ops.scatter(torch.empty(7, 2), 0, [7, 1], name)
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
-    """Compares fake shapes with the layouts' shapes, for each of three ranks."""
-    for _, source, target, shape in (c for c in _cases() if c[0] == name):
-        for rank in range(3):
-            x = split(torch.empty(shape, device="meta"), source, rank, 3)
-            got = getattr(_ops, name)(x, *step_args(source, target, shape), simulated_name(rank, 3))
-            assert got.shape == split(torch.empty(shape, device="meta"), target, rank, 3).shape
-
-
-# --- compile ---------------------------------------------------------------------------------------------------------
-
-
-def test_compile_sees_one_graph_with_the_right_gradients() -> None:
-    """The compiled block's results and gradients equal the block's."""
-    tsd.init_process_group()
-    up, down, x = _weights()
-    block, compiled = (Block(up.clone(), down.clone()) for _ in range(2))
-    fn = torch.compile(compiled, fullgraph=True, backend="aot_eager")
-    assert torch.allclose(fn(x), block(x))
-    for got, expected in zip(_grads_through(fn, compiled, x), _grads(block, x), strict=True):
-        assert torch.allclose(got, expected)
-
-
-def _grads_through(fn: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
-    x = x.clone().requires_grad_()
-    (fn(x) ** 2).sum().backward()
-    return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def test_an_exported_program_shows_its_collectives_by_name() -> None:
-    tsd.init_process_group()
-    up, down, x = _weights()
-    program = torch.export.export(Block(up, down), (x,))
-    names = [str(n.target) for n in program.graph.nodes if str(n.target).startswith("torchshard")]
-    assert names == [f"torchshard.{n}.default" for n in ("copy", "reduce", "scatter", "gather")]
-    assert _exported(0)
-
-
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", NAMES)
 def test_custom_op_contracts(name: str) -> None:
     """PyTorch's own checks: schema, fake kernel, autograd registration, and dynamic shapes under AOT."""
     tsd.init_process_group()
-    _, source, target, shape = next(c for c in _cases() if c[0] == name)
+    _, source, target, shape = next(c for c in cases() if c[0] == name)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     args = (x, *step_args(source, target, shape), "model")
     torch.library.opcheck(getattr(_ops, name).default, args)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import torchshard as ts
+from tests import conversion_cases
 from torchshard.checking.lockstep import SimulatedConversion
 from torchshard.core.conversions import (
     TABLE,
@@ -24,7 +26,8 @@ from torchshard.core.conversions import (
     step_args,
 )
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import MeshAxis, simulated_name
+from torchshard.distributed.group import lookup
 from torchshard.planner.costs import CostModel
 from torchshard.planner.properties import Value
 from torchshard.plans.machine import Machine
@@ -286,3 +289,30 @@ def _sent(steps: Sequence[ConversionStep], needs_grad: bool) -> float:
         for link in steps
         for kernel in kernels(link.name, needs_grad=needs_grad)
     )
+
+
+# --- operators -------------------------------------------------------------------------------------------------------
+
+_ops = torch.ops.torchshard
+
+
+def test_tests_on_ranks_run_every_conversion() -> None:
+    assert {name for name, *_ in conversion_cases.cases()} == set(TABLE)
+
+
+def test_a_simulated_group_has_shapes_and_no_values() -> None:
+    name = simulated_name(2, 3)
+    assert (lookup(name).rank, lookup(name).size, lookup(name).simulated) == (2, 3, True)
+    assert _ops.scatter(torch.empty(7, 2, device="meta"), 0, [7, 1], name).shape == (1, 2)
+    with pytest.raises(ts.DistributedError, match="made for simulated ranks can't communicate"):
+        _ops.scatter(torch.empty(7, 2), 0, [7, 1], name)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
+    """Compares fake shapes with the layouts' shapes, for each of three ranks."""
+    for _, source, target, shape in (c for c in conversion_cases.cases() if c[0] == name):
+        for rank in range(3):
+            x = split(torch.empty(shape, device="meta"), source, rank, 3)
+            got = getattr(_ops, name)(x, *step_args(source, target, shape), simulated_name(rank, 3))
+            assert got.shape == split(torch.empty(shape, device="meta"), target, rank, 3).shape

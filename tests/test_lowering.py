@@ -15,15 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
+from tests import conversion_cases
 from tests.golden import check_golden
 from tests.helpers import nightly
 from tests.op_database import calls, operators
-from tests.test_collectives import _cases as conversion_cases
-from tests.test_collectives import _spread
 from tests.test_decompose import BODIES, _Body
 from torchshard.capture import capture
 from torchshard.core.conversions import step_args
 from torchshard.distributed.group import lookup
+from torchshard.distributed.ops import direct as without_dispatcher
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes import direct, lower, schedule, verify
@@ -195,6 +195,22 @@ def test_what_draws_random_numbers_stays() -> None:
     assert not decompose(graph)
 
 
+# --- collectives without PyTorch's dispatcher ------------------------------------------------------------------------
+
+
+def _direct_conversions(rank: int) -> list[str]:
+    ts.distributed.init_process_group()
+    ops = torch.ops.torchshard
+    wrong, done = conversion_cases.conversions(rank, lambda name: without_dispatcher(getattr(ops, name).default))
+    return wrong if done else ["nothing has run"]
+
+
+@nightly("2", "4")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_functions_of_collectives_compute_what_the_layouts_say(world: int) -> None:
+    assert run_ranks(_direct_conversions, world) == [[]] * world
+
+
 # --- lower ------------------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +218,8 @@ def _lowered_conversions(rank: int) -> list[str]:
     ts.distributed.init_process_group()
     torch.manual_seed(0)
     group, wrong = lookup("model"), []
-    for name, source, target, shape in conversion_cases():
-        x = _spread(source, shape, group.size)[rank]
+    for name, source, target, shape in conversion_cases.cases():
+        x = conversion_cases.spread(source, shape, group.size)[rank]
         op, args = getattr(torch.ops.torchshard, name).default, (*step_args(source, target, shape), group.name)
         module = fx.GraphModule(nn.Module(), fx.Graph())
         expected, mode = op(x, *args), FakeTensorMode()

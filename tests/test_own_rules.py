@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.op_cases import case, f
+from tests.op_cases.notation import case, f
 from tests.oracle import build, row_and_choices, run
 from tests.test_rules import aten
 from torchshard.testing import (

@@ -18,7 +18,8 @@ from torch import nn
 
 import torchshard as ts
 from tests.helpers import nightly
-from tests.programs import Text, can_be_trained, checked, drawn, texts, written
+from tests.program_text import Text
+from tests.programs import can_be_trained, checked, drawn, texts, written
 from torchshard.testing import Call, Row, capture, changed_rule, largest, rule_of, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")

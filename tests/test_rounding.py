@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchshard as ts
-from tests.helpers import nightly
-from tests.test_mutations import DTYPES
+from tests.helpers import DTYPES, nightly
 from torchshard.testing import PlannedCall, capture, collective
 
 

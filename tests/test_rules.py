@@ -18,7 +18,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from tests.helpers import nightly
-from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
+from tests.op_cases import CASES
+from tests.op_cases.attention import sdpa
+from tests.op_cases.creation import CREATION
+from tests.op_cases.losses import SUM
+from tests.op_cases.notation import case, f, flags, ids, pos
 from tests.oracle import Case, T, row_and_choices, run
 from torchshard.testing import (
     Call,

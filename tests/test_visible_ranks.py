@@ -1,4 +1,3 @@
-# ruff: noqa: F811 - pytest passes fixtures by their names
 """A change on one rank raises on every rank; a look at an object never runs code of its class."""
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import refused
-from tests.test_visible import X, _Applies, _Config, _Sees, own_process_group  # noqa: F401
+from tests.visible import Applies, Config, Sees, X
 from torchshard.testing import gradient_error, largest, run_ranks
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -24,7 +23,7 @@ from torchshard.testing import gradient_error, largest, run_ranks
 def _changed_on_one_rank(rank: int) -> list[bool]:
     ts.distributed.init_process_group()
     torch.manual_seed(0)
-    sharded = ts.shard(_Sees(_Config()), {"up": "column"}, example_inputs=(X,))
+    sharded = ts.shard(Sees(Config()), {"up": "column"}, example_inputs=(X,))
     sharded.config.scale = 2.0 if rank else 1.0
     found = [refused(lambda: sharded(X), "changed last: config.scale", ts.InputError)]
     sharded.config.scale = 3.0 + rank
@@ -85,7 +84,7 @@ def _error_beside(sharded: nn.Module, model: nn.Module) -> float:
 @pytest.mark.parametrize("registry", [ACTIVATIONS, MappingProxyType(ACTIVATIONS)], ids=["dict", "read-only view"])
 def test_a_registry_that_makes_modules_is_left_as_it_is(registry: Any, own_process_group: None) -> None:
     before = dict(OrderedDict.items(ACTIVATIONS))
-    model = _Applies(lambda x: registry["relu"](x)).double()
+    model = Applies(lambda x: registry["relu"](x)).double()
     model.registry = registry
     sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
     assert _error_beside(sharded, model) < 1e-10
@@ -156,7 +155,7 @@ TOUCHY = [
 
 @pytest.mark.parametrize("value", TOUCHY, ids=lambda value: type(value).__name__)
 def test_no_code_of_a_class_runs_because_an_object_is_looked_at(value: Any, own_process_group: None) -> None:
-    model = _Applies(lambda x: torch.relu(x) if value is not None else x).double()
+    model = Applies(lambda x: torch.relu(x) if value is not None else x).double()
     model.value = model.up.value = value
     READS_OF_CLASSES.clear()
     sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))

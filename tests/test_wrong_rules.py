@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import torchshard as ts
-from tests.op_cases import case, f, ids
+from tests.op_cases.notation import case, f, ids
 from tests.oracle import Case, build, row_and_choices, run
 from tests.test_rules import aten
 from torchshard.testing import (

@@ -49,6 +49,7 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
     """Raises an error for the first node that breaks an invariant.
 
     Args:
+        stage: how far the passes have come: "annotated", "inserted", "localized", "joint" or "lowered".
         after: the name of the pass that produced the graph.
         seen: cached results of ops on fake values; results from this graph are added.
 

@@ -1,7 +1,7 @@
 """Tools for tests of rules, passes and models: planned calls in one process, single ops, and real ranks.
 
 calls      `capture`: a model's call as a graph, which is planned for any number of ranks, listed, checked and run
-graphs     the graph of a rank, and the collectives in it
+graphs     the graph of a rank, the collectives in it, and `verify`, which a graph must pass after a pass
 rules      `check_rule`: a split op compared with the full op, under every choice; `changed_rule` for one test
 ranks      `on_ranks`, `run_ranks`: a function in several processes
 gradients  the gradients of a sharded model, compared with the unsharded model's
@@ -17,11 +17,12 @@ gradients  the gradients of a sharded model, compared with the unsharded model's
 """
 
 from torchshard.checking.report import CheckError, Report
-from torchshard.core.layouts import Layout, Shard, join, split
+from torchshard.core.conversions import step_args
+from torchshard.core.layouts import Layout, Shard, dual, join, split
 from torchshard.core.rows import Choice, Row
 from torchshard.ir.fake_values import nbytes
 from torchshard.ir.listing import listing
-from torchshard.passes import Partition, step_graphs
+from torchshard.passes import Partition, step_graphs, verify
 from torchshard.report.explain import rank_graph
 from torchshard.rules import Call, TensorType, has_rule, row_of
 from torchshard.rules.registry import rule_of
@@ -35,7 +36,7 @@ from torchshard.testing.rules import OpCall, check_rule
 __all__ = [
     "Call", "CapturedCall", "CheckError", "Choice", "Layout", "OpCall", "PATIENCE", "Partition", "PlannedCall",
     "Report", "Row", "Shard", "TensorType", "awaited", "begun", "capture", "changed_rule", "check_rule", "collective",
-    "collectives", "fail_on_bugs", "full_gradient", "gradient_error", "has_rule", "join", "kept_graphs", "largest",
-    "listing", "nbytes", "on_ranks", "ops_with_rules", "predicted_memory", "rank_graph", "row_of", "rule_of",
-    "run_ranks", "split", "step_graphs", "why_not_through_memory",
+    "collectives", "dual", "fail_on_bugs", "full_gradient", "gradient_error", "has_rule", "join", "kept_graphs",
+    "largest", "listing", "nbytes", "on_ranks", "ops_with_rules", "predicted_memory", "rank_graph", "row_of", "rule_of",
+    "run_ranks", "split", "step_args", "step_graphs", "verify", "why_not_through_memory",
 ]  # fmt: skip
