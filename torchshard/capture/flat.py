@@ -29,7 +29,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -86,7 +85,7 @@ class Captured:
     conditions: tuple[tuple[Condition, Number], ...] = ()
     """(condition, value): the graph is valid only for calls in which each condition has this value."""
 
-    def finish(self, results: Sequence[object], arguments: object) -> Any:
+    def finish(self, results: Sequence[object], arguments: object) -> object:
         """Stores the carried values from the graph's results, and returns forward's result."""
         find = finder(arguments)
         value, items = self.result.rebuild(results, find)

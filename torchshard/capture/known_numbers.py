@@ -178,5 +178,5 @@ def _with_constants(nodes: Sequence[fx.Node]) -> nn.Module:
 def _node_of(tensor: Tensor) -> fx.Node | None:
     """The node that export has recorded for a fake tensor."""
     mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    return None if slot is None else cast(fx.Node, slot.proxy.node)
+    slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return None if slot is None else slot.proxy.node

@@ -28,7 +28,8 @@ import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,10 @@ from torchshard.capture.state_before import StateBefore
 from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
 from torchshard.ir.fake_values import size_expr
+
+T = TypeVar("T")
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""The (args, kwargs) of a call."""
 
 
 class DifferentLayers(Exception):
@@ -93,8 +98,8 @@ class Run:
 class TensorType(NamedTuple):
     """The properties of a tensor except its values."""
 
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
@@ -146,7 +151,7 @@ class Repeats:
                 raise DifferentLayers(f"{run.layers[-1].path} is called in another way than {run.layers[0].path}")
 
     def call(
-        self, module: nn.Module, own: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, own: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """Calls a module's own forward, traces it between marks, or repeats the first layer."""
         run, layer = self._layers.get(id(vars(module)), (None, None))
@@ -167,7 +172,7 @@ class Repeats:
         return own(*args, **kwargs)
 
     def _traced(
-        self, run: Run, layer: Layer, call: Hashable, own: Callable[..., object], arguments: tuple[Any, Any]
+        self, run: Run, layer: Layer, call: Hashable, own: Callable[..., object], arguments: Arguments
     ) -> object:
         before = attributes(layer.module)
         (args, kwargs), enter = self._marked(arguments)
@@ -204,7 +209,7 @@ class Repeats:
                 vars(module).setdefault(name, self.hidden[id(vars(module)), name])
             self._is_inside, self.hidden = False, {}
 
-    def _marked(self, value: Any) -> tuple[Any, Marks]:
+    def _marked(self, value: T) -> tuple[T, Marks]:
         """Passes each tensor of a value through a mark in the graph."""
         leaves, spec = pytree.tree_flatten(value)
         tensors = _tensors(leaves)
@@ -220,7 +225,7 @@ class Repeats:
             made.append(MARK(taken, len(self.types) - 1))
         return made, range(first, len(self.types))
 
-    def _repeated(self, run: Run, first: Traced, layer: Layer, arguments: tuple[Any, Any]) -> object:
+    def _repeated(self, run: Run, first: Traced, layer: Layer, arguments: Arguments) -> object:
         operands = [*_tensors(pytree.tree_leaves(arguments)).values(), *layer.module.parameters()]
         types = [self.types[number] for number in first.leave]
         # to autograd, a result requires a gradient if any operand does
@@ -287,10 +292,10 @@ def _current() -> Repeats | None:
 
 
 def _intercepted(original: object) -> object:
-    own: Any = original
+    own = cast(FunctionType, original)
 
     @functools.wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         repeats, bound = _current(), own.__get__(self)
         return bound(*args, **kwargs) if repeats is None else repeats.call(self, bound, args, kwargs)
 

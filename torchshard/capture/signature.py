@@ -26,7 +26,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.looks import own_attributes, own_class
-from torchshard.capture.namespaces import array_content, has_attributes, is_array, kind_of, values_of_object, version_of
+from torchshard.capture.namespaces import (
+    Values,
+    array_content,
+    has_attributes,
+    is_array,
+    kind_of,
+    values_of_object,
+    version_of,
+)
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
 
@@ -64,7 +72,7 @@ class Leaves:
 class ReferenceTo:
     """Refers to an object among a call's arguments, within the call's result."""
 
-    keys: tuple[Any, ...]
+    keys: tuple[Hashable, ...]
     """The names and indices that lead to it from the positional arguments and the keywords."""
 
 
@@ -311,7 +319,7 @@ def memory_order(tensor: Tensor) -> Hashable:
     return order, joined, tuple(stride == 0 for stride in strides)
 
 
-def children(value: object) -> dict[Any, object] | None:
+def children(value: object) -> Values | None:
     """The values in a container or object, by name or index; None for other values."""
     return kind_of(value).read(value) if isinstance(value, (list, dict, tuple)) or is_opened(value) else None
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -130,7 +130,7 @@ class _FlatForward:
         self.assigned: tuple[Place, ...] = ()
         self._own_entry_points = replace_forward(model, self._run)
 
-    def _run(self, *tensors: Any) -> list[Tensor]:
+    def _run(self, *tensors: Tensor) -> list[Tensor]:
         count = len(self._call.tensors)
         call = dataclasses.replace(self._call, tensors=tensors[:count])
         args, kwargs = call.rebuild(tensors[:count], numbers=tensors[count:])
@@ -169,7 +169,7 @@ class _RaisedError(Exception):
     """Carries forward's error through export, which prints the graph for some RuntimeErrors."""
 
 
-def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+def _called(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     try:
         # `_call_impl` runs hooks and forward, but unlike `__call__` no compiled or overridden call (PyTorch 2.13.0).
         return nn.Module._call_impl(model, *args, **kwargs)

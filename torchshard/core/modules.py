@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 from torch import Tensor, nn
+
+TensorDict: TypeAlias = dict[str, Any]
+"""A module's `_parameters` or `_buffers`: name -> tensor or None. No type of dict covers both."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

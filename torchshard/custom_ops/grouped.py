@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchshard.core.types import Context
 
 
 @torch.library.custom_op(
@@ -50,11 +51,11 @@ def _groups(offs: Tensor) -> Iterator[slice]:
         start = end
 
 
-def _save(ctx: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
+def _save(ctx: Context, inputs: Sequence[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *grouped_mm_backward(grad, *ctx.saved_tensors), None
 
 

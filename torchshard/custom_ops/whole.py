@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from torchshard.core.autocast import Autocast, autocasting
+from torchshard.core.modules import TensorDict
 from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.fx_types import Argument, Target
 
@@ -147,7 +148,7 @@ class HookCall(WholeCall):
         return {"self": operands[0]}
 
 
-def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
+def state_of(modules: Iterable[nn.Module]) -> list[tuple[TensorDict, str, Tensor]]:
     """Returns the parameters and buffers of modules: (dict that has the tensor, its name there,
     tensor)."""
     dicts = {id(d): d for top in modules for m in top.modules() for d in (m._parameters, m._buffers)}

@@ -51,6 +51,7 @@ from torch.fx.node import Target
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.carry import CARRY
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.ir.fake_values import Mode, Size, plain_shape, size_expr
@@ -127,7 +128,7 @@ def values(node: fx.Node) -> list[Any]:
     return list(val) if isinstance(val, (list, tuple)) else [val]
 
 
-def bound_args(node: fx.Node) -> dict[str, Any]:
+def bound_args(node: fx.Node) -> dict[str, Argument]:
     """Returns a node's arguments with defaults, by name in the op's schema, else by position."""
     if isinstance(node.target, WholeCall):
         return node.target.bound(node.args)
@@ -138,7 +139,7 @@ def bound_args(node: fx.Node) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _defaults(target: Target) -> dict[str, Any] | None:
+def _defaults(target: Target) -> dict[str, Argument] | None:
     """Returns {argument name: default} in the order of an op's schema; None if it has no schema."""
     schema = getattr(target, "_schema", None)
     return None if schema is None else {a.name: a.default_value for a in schema.arguments}

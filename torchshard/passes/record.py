@@ -19,14 +19,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 # Lets ops run their Python decompositions on dynamic sizes, as export does (PyTorch 2.13.0).
 from torch._dispatch.python import enable_python_dispatcher
-from torch.autograd.graph import saved_tensors_hooks
+from torch._ops import OpOverload
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.node import Argument
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -108,7 +108,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     recorder, assumed = _Recorder(part), guards(mode)
     chosen: list[bool] = []
 
-    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, Any]:
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[object, object]:
         made, rest = recorder.run(*primals), iter(tangents)
         recorder.begin_backward()
         chosen[:] = [_has_gradient(value) and is_given for value, is_given in zip(made, given, strict=True)]
@@ -159,7 +159,9 @@ class _SuppressingGuards(TorchDispatchMode):
         super().__init__()
         self._sizes = getattr(mode, "shape_env", None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs the op."""
         is_one = func in (aten.convolution.default, aten.convolution_backward.default)
         with self._sizes.suppress_guards() if is_one and self._sizes else contextlib.nullcontext():
@@ -172,7 +174,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
     """Replaces one device with another, in arguments and in values."""
 
-    def moved(value: Any) -> Any:
+    def moved(value: Argument) -> Argument:
         if isinstance(value, Tensor):
             return _empty(value, target) if value.device == source else value
         return target if value == source else value
@@ -193,7 +195,9 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _gradients(results: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Any]) -> Sequence[Tensor | None]:
+def _gradients(
+    results: Sequence[Tensor], wanted: Sequence[Tensor], given: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
     """`torch.autograd.grad`, also for an empty list of results or inputs, which PyTorch refuses."""
     if not results or not wanted:
         return [None] * len(wanted)
@@ -229,13 +233,13 @@ class _Recorder(fx.Interpreter):
         backward)."""
         self._origin: int | None = None
         self._is_backward = False
-        self._steps: set[Any] = set()
+        self._steps: set[Node] = set()
         """Autograd nodes that are marked."""
         self._hooks: list[RemovableHandle] = []
         self._copies: dict[fx.Node, Mapping[str, Argument]] = {}
         """Recorded nodes for `contiguous()` -> its keyword arguments (the memory format)."""
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         """Runs an op, and notes its value and, when backward reaches it, its gradient."""
         if n.op != "call_function":
             return super().run_node(n)
@@ -267,7 +271,7 @@ class _Recorder(fx.Interpreter):
             raise NotImplementedError("PyTorch records no gradient of an op on this device")
         self._gradients[_recorded(gradient)].append(number)
 
-    def _follow(self, step: Any, origin: int) -> None:
+    def _follow(self, step: Node | None, origin: int) -> None:
         """Marks the autograd nodes of an op's backward as the op's; earlier ops have marked theirs."""
         waiting = [step]
         while waiting:
