@@ -247,7 +247,7 @@ FAULTS = (
     ),
     Fault(
         "norms of slices are added",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "return cast(aten.linalg_vector_norm.default(_gathered(ctx, own), order, [0]), acc_dtype(result), result)",
         "return cast(aten.sum.dim_IntList(_gathered(ctx, own), [0]), acc_dtype(result), result)",
         f"{RULES} -k norm",
@@ -255,7 +255,7 @@ FAULTS = (
     ),
     Fault(
         "a variance of the slices' alone",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "deviations = aten.add.Tensor(aten.add.Tensor(deviations, squares), between)",
         "deviations = aten.add.Tensor(deviations, squares)",
         f"{RULES} -k 'var or std'",
@@ -263,7 +263,7 @@ FAULTS = (
     ),
     Fault(
         "the largest share a gradient rank by rank",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "count = ops.reduce.default(aten.sum.dim_IntList(equal, dims, True, dtype=acc_dtype(dtype)), ctx.group)",
         "count = aten.sum.dim_IntList(equal, dims, True, dtype=acc_dtype(dtype))",
         f"{RULES} -k 'amax or amin'",
@@ -391,7 +391,7 @@ FAULTS = (
     ),
     Fault(
         "sizes of a refinement that failed",
-        "rules/shapes.py",
+        "rules/common_factors.py",
         "            found[factor] = step\n",
         "            sizes[factor] = step\n",
         f"{RULES} -k reshape",
@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "unused norms are dropped",
-        "ir/graph.py",
+        "ir/effects.py",
         "bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))",
         "bool(node.is_impure(impure_random=False))",
         "tests/test_functionalize.py tests/test_written_buffers.py",

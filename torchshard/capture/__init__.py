@@ -23,6 +23,7 @@ facts                                    the facts about a model that planning n
 from torchshard.capture.attributes import describe
 from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
+from torchshard.capture.copies import copy_model, copy_with_values, model_without_storage, views_kept, without_storage
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.looks import copy_attributes, look_like
@@ -31,14 +32,9 @@ from torchshard.capture.models import (
     check_devices,
     check_inputs,
     check_weights,
-    copy_model,
-    copy_with_values,
-    model_without_storage,
     refuse_transforms,
     shared_names,
     transform_error,
-    views_kept,
-    without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
 from torchshard.capture.signature import Leaves, flatten, look_key, memory_order

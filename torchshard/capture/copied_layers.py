@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torchshard.capture.modes import modes_in
 from torchshard.capture.repeated import MARK, DifferentLayers, Repeats, TensorType, Traced
 from torchshard.custom_ops.fx_types import Argument
+from torchshard.ir.effects import is_inplace
 from torchshard.ir.fake_values import size_expr
-from torchshard.ir.graph import is_inplace
 
 
 def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -> None:

@@ -40,7 +40,8 @@ from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.copied_layers import repeat
-from torchshard.capture.models import check_devices, check_inputs, shared_names, without_storage
+from torchshard.capture.copies import without_storage
+from torchshard.capture.models import check_devices, check_inputs, shared_names
 from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
@@ -53,8 +54,9 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.editing import duplicate
+from torchshard.ir.effects import writes, written_state
 from torchshard.ir.fake_values import guards
-from torchshard.ir.graph import fake_mode, writes, written_state
+from torchshard.ir.graph import fake_mode
 
 DYNAMIC_DIMS = frozenset({0, 1})
 """The dims of input tensors that may vary between calls: batch and sequence."""

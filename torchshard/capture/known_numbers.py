@@ -27,7 +27,7 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.rng_states import keeping_rng_states, set_rng_states
-from torchshard.ir.graph import uses_rng
+from torchshard.ir.effects import uses_rng
 from torchshard.weights.lazy import LazyTensor, values_of
 
 

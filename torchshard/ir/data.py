@@ -1,8 +1,7 @@
 """Converts a graph to plain data for JSON, and back.
 
-Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. The
-data contains no code: names are looked up among the ops of PyTorch and this library, and among the
-few Python functions that graphs call.
+Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. Names
+are looked up among ops, and among the few Python functions that graphs call: data contains no code.
 
 `torch.export.save` (`torch/_export/serde`, PyTorch 2.13) writes an `ExportedProgram` with its
 weights and signature. A graph here is a plain `fx.Graph` with collectives and layouts in its meta,
@@ -30,7 +29,7 @@ from torchshard.core.fakes import new_fake_mode
 from torchshard.core.types import Json, is_of, texts
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.ir.editing import empty_module
-from torchshard.ir.graph import fake_mode
+from torchshard.ir.sizes import Equal
 
 META = {
     "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,
@@ -65,10 +64,6 @@ _CONSTANTS = {
 }  # fmt: skip
 
 
-Equal = Mapping[sympy.Symbol, sympy.Expr]
-"""Known equalities of dynamic sizes: symbol -> another symbol, or an expression."""
-
-
 class GraphData(TypedDict):
     """A graph as JSON-compatible data."""
 
@@ -77,14 +72,6 @@ class GraphData(TypedDict):
     """Name of a dynamic size -> (value in the example inputs, lower bound, upper bound or None)."""
     named_sizes: dict[str, object]
     """Name that the user gave a size -> its expression."""
-
-
-def equal_sizes(module: fx.GraphModule) -> Equal:
-    """Returns the known equalities of a graph's sizes.
-
-    Call this before planning, which adds more: `graph_data` must write only the earlier ones.
-    """
-    return dict(getattr(getattr(fake_mode(module.graph), "shape_env", None), "replacements", {}))
 
 
 def graph_data(module: fx.GraphModule, equal: Equal) -> GraphData:
@@ -97,7 +84,7 @@ def graph_data(module: fx.GraphModule, equal: Equal) -> GraphData:
         ValueError: a part of the graph can't be written; the message names it.
     """
     writer = _Writer(equal)
-    nodes = [writer.node(node) for node in module.graph.nodes]
+    nodes = [writer.node(node) for node in module.graph.nodes]  # collects the sizes
     named = {word: writer.size(size) for word, size in module.meta.get("named_sizes", {}).items()}
     return {"nodes": nodes, "sizes": writer.sizes, "named_sizes": named}
 
@@ -109,15 +96,11 @@ def graph_from(data: GraphData) -> tuple[fx.GraphModule, dict[str, sympy.Symbol]
         ValueError, KeyError, TypeError, AttributeError: the data is not a result of `graph_data`,
             or names an op that does not exist.
     """
-    reader = _Reader(data["sizes"])
-    module = empty_module({"recordings": {}})
+    reader, module = _Reader(data["sizes"]), empty_module({"recordings": {}})
     for each in data["nodes"]:
         reader.add(module.graph, each)
     module.meta["named_sizes"] = {word: reader.size(size) for word, size in data["named_sizes"].items()}
     return module, reader.symbols
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -213,9 +196,6 @@ def _expr_data(expr: sympy.Expr) -> object:
     if name not in _FUNCTIONS:
         raise ValueError(f"a size is computed by {name}")
     return [name, *map(_expr_data, expr.args)]
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 class _Unasked(list[ShapeGuard]):

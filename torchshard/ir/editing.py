@@ -14,8 +14,9 @@ from torch import fx, nn
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import RuleError, ShardError, in_short
+from torchshard.ir.effects import writes
 from torchshard.ir.fake_values import fake_value
-from torchshard.ir.graph import ORIGIN, fake_mode, is_float, values, where, writes
+from torchshard.ir.graph import ORIGIN, fake_mode, is_float, values, where
 from torchshard.ops import is_collective
 
 T = TypeVar("T")

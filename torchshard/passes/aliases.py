@@ -21,7 +21,8 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.ir.editing import emit
-from torchshard.ir.graph import bound_args, is_float, is_inplace, is_tensor, where
+from torchshard.ir.effects import is_inplace
+from torchshard.ir.graph import bound_args, is_float, is_tensor, where
 from torchshard.passes.nodes import read_sizes
 
 aten = torch.ops.aten

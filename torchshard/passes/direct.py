@@ -28,8 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchshard.core.fakes import new_fake_mode
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.editing import duplicate
+from torchshard.ir.effects import reads_memory, uses_rng
 from torchshard.ir.fake_values import faking, in_numbers
-from torchshard.ir.graph import is_tensor, reads_memory, uses_rng
+from torchshard.ir.graph import is_tensor
 from torchshard.ir.listing import purpose
 from torchshard.ops import OPS, Begin, kernels, wait
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg

@@ -34,8 +34,9 @@ from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
 from torchshard.ir.editing import emit
+from torchshard.ir.effects import is_inplace, writes
 from torchshard.ir.fake_values import faking
-from torchshard.ir.graph import bound_args, fake_mode, is_inplace, is_tensor, writes
+from torchshard.ir.graph import bound_args, fake_mode, is_tensor
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
 from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of, read_by
 

@@ -23,8 +23,9 @@ from torchshard.core.mesh import Coordinate
 from torchshard.core.rows import LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.ir.editing import drop_dead_code, emit, record_local
+from torchshard.ir.effects import reads_memory
 from torchshard.ir.fake_values import plain_shape
-from torchshard.ir.graph import ORIGIN, fake_mode, is_own_collective, is_tensor, multiples_of, reads_memory, values
+from torchshard.ir.graph import ORIGIN, fake_mode, is_own_collective, is_tensor, multiples_of, values
 from torchshard.ops import OPS
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate

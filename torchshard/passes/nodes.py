@@ -18,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
 from torchshard.ir.editing import emit
-from torchshard.ir.graph import is_view
+from torchshard.ir.effects import is_view
 
 aten = torch.ops.aten
 

@@ -33,6 +33,7 @@ from torchshard.core.rows import Choice, Local, Row
 from torchshard.custom_ops.experts import EXPERT_COUNTS
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.custom_ops.whole import OpKey, entry
+from torchshard.ir.effects import uses_rng, writes
 from torchshard.ir.fake_values import size_expr
 from torchshard.ir.graph import (
     bound_args,
@@ -42,10 +43,8 @@ from torchshard.ir.graph import (
     multiples_of,
     node_row,
     operands,
-    uses_rng,
     values,
     whole_choice,
-    writes,
 )
 from torchshard.rules.linear_algebra import GROUPED
 from torchshard.rules.pointwise import CASTS

@@ -16,6 +16,7 @@ from torchshard.rules import (
     creation,
     cuts,
     experts,
+    gathered_reductions,
     indexing,
     linear_algebra,
     losses,
@@ -36,8 +37,8 @@ __all__ = [
 ]  # fmt: skip
 
 FAMILIES = (
-    attention, batched, collectives, convolution, creation, cuts, experts, indexing, linear_algebra, losses,
-    normalization, pointwise, random, recurrent, reductions, shapes,
+    attention, batched, collectives, convolution, creation, cuts, experts, gathered_reductions, indexing,
+    linear_algebra, losses, normalization, pointwise, random, recurrent, reductions, shapes,
 )  # fmt: skip
 
 
