@@ -25,6 +25,7 @@ from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
 from torchshard.capture.copies import copy_model, copy_with_values, model_without_storage, views_kept, without_storage
 from torchshard.capture.flat import Captured, capture
+from torchshard.capture.keys import look_key, memory_order
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.looks import copy_attributes, look_like
 from torchshard.capture.models import (
@@ -37,7 +38,7 @@ from torchshard.capture.models import (
     transform_error,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
-from torchshard.capture.signature import Leaves, flatten, look_key, memory_order
+from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.tools import without_tools
 from torchshard.capture.watch import Watch, global_hooks
 

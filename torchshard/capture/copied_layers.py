@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.layer_calls import DifferentLayers, TensorType, Traced
 from torchshard.capture.modes import modes_in
-from torchshard.capture.repeated import MARK, DifferentLayers, Repeats, TensorType, Traced
+from torchshard.capture.repeated import MARK, Repeats
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.ir.effects import is_inplace
 from torchshard.ir.fake_values import size_expr

@@ -31,13 +31,14 @@ from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
 from torchshard.capture.generators import changed_generators, check_generators
 from torchshard.capture.known_numbers import note_placeholders
+from torchshard.capture.layer_calls import DifferentLayers
 from torchshard.capture.looks import look_like, types_of_originals
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
-from torchshard.capture.repeated import DifferentLayers, Repeats
+from torchshard.capture.repeated import Repeats
 from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.signature import Leaves, check_results
 from torchshard.capture.state_before import StateBefore, without_exports_own

@@ -24,6 +24,7 @@ from torch.nn.modules import module as _modules
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture.attributes import COMPARED_BY_VALUE, describe
+from torchshard.capture.keys import code_key
 from torchshard.capture.namespaces import (
     Array,
     Namespace,
@@ -34,7 +35,6 @@ from torchshard.capture.namespaces import (
     stored_values,
     version_of,
 )
-from torchshard.capture.signature import code_key
 from torchshard.capture.tools import is_tools
 from torchshard.capture.user_code import cells_of
 from torchshard.capture.visible import Visible, visible_to
