@@ -25,8 +25,9 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.call_arguments import argument_name
 from torchshard.capture.keys import ReferenceTo
-from torchshard.capture.namespaces import Values, kind_of, version_of
+from torchshard.capture.namespaces import Values, kind_of
 from torchshard.capture.signature import Leaves, children, flatten
+from torchshard.core.modules import version_of
 
 Keys = tuple[Hashable, ...]
 """The names and indices that lead from (args, kwargs) to a value."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture.looks import own_attributes, own_class
-from torchshard.capture.namespaces import array_content, is_array, version_of
+from torchshard.capture.namespaces import array_content, is_array
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
+from torchshard.core.modules import version_of
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class VaryingInt:
     """Replaces, in a structure, an integer that varies between calls."""
 
 
-COMPARED_BY_VALUE = (
+KEYED_BY_VALUE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format, ReferenceTo, VaryingInt,
 )  # fmt: skip
-COMPARED_BY_IDENTITY = (
+KEYED_BY_IDENTITY = (
     type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
 
@@ -72,13 +73,13 @@ def key_of(leaf: object) -> Hashable:
         return (slice, leaf.start, leaf.stop, leaf.step)
     if isinstance(leaf, float | complex):
         return (type(leaf), repr(leaf))  # nan equals nan, and 0.0 does not equal -0.0
-    if isinstance(leaf, COMPARED_BY_VALUE):
+    if isinstance(leaf, KEYED_BY_VALUE):
         return (type(leaf), leaf)
     if isinstance(leaf, set | frozenset):
         return (type(leaf), tuple(sorted((key_of(item) for item in leaf), key=repr)))
     if isinstance(leaf, types.FunctionType | types.MethodType | functools.partial | type | nn.Module):
         return code_key(leaf)
-    if isinstance(leaf, COMPARED_BY_IDENTITY):
+    if isinstance(leaf, KEYED_BY_IDENTITY):
         return _Identity(leaf)
     raise InputError(
         f"an argument holds a {type(leaf).__qualname__}",

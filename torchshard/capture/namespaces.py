@@ -283,8 +283,3 @@ def array_content(value: Array | bytearray) -> bytes:
     """Dtype, shape and elements of an array; equal bytes may differ in dtype or shape."""
     kind = [getattr(value, name, None) for name in ("dtype", "typecode", "format", "shape")]
     return repr(kind).encode() + (bytes(value) if isinstance(value, bytearray) else value.tobytes())
-
-
-def version_of(tensor: Tensor) -> int:
-    """A number that changes with each write to a tensor; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version

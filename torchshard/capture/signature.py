@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.keys import COMPARED_BY_IDENTITY, COMPARED_BY_VALUE, ReferenceTo, VaryingInt, key_of
+from torchshard.capture.keys import KEYED_BY_IDENTITY, KEYED_BY_VALUE, ReferenceTo, VaryingInt, key_of
 from torchshard.capture.namespaces import Values, has_attributes, kind_of, values_of_object
 from torchshard.core.errors import InputError
 
@@ -60,7 +60,7 @@ _TENSORS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 def is_opened(value: object) -> bool:
     """Whether a value is an object with attributes, of a class unknown to pytree and `key_of`."""
-    known = (*_TENSORS, *COMPARED_BY_VALUE, *COMPARED_BY_IDENTITY, set, frozenset, dict, list, tuple)
+    known = (*_TENSORS, *KEYED_BY_VALUE, *KEYED_BY_IDENTITY, set, frozenset, dict, list, tuple)
     # `_Opened.close` makes the object by object.__new__.
     has_plain_new = getattr(type(value), "__new__", None) is object.__new__
     if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:

@@ -98,7 +98,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             # The cache of fake results saves time only if calls recur.
             nullcontext() if forward.calls_recur else modes_without_cache(),
             without_tools(),
-            saved_tensors_hooks(_same, _same),
+            saved_tensors_hooks(lambda t: t, lambda t: t),  # hides the capture from a checkpoint around the call
         ):
             exported = _export(as_plain_module(model), call, dynamic)
     finally:
@@ -109,11 +109,6 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
     assert forward.result is not None
     whole, conditions = tuple(recording.calls), tuple(recording.conditions)
     return Traced(exported, forward.result, forward.changes, forward.assigned, left, forward.repeats, whole, conditions)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """A hook on saved tensors: it hides the capture from hooks of a checkpoint around the call."""
-    return tensor
 
 
 class _FlatForward:

@@ -122,7 +122,8 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
-        saved_tensors_hooks(_same, _same),  # checkpoint hooks around the call would keep recorded tensors alive
+        # The hooks of a checkpoint around the call would keep recorded tensors alive.
+        saved_tensors_hooks(lambda t: t, lambda t: t),
         torch.autograd.set_detect_anomaly(False),  # fake tensors contain no NaNs to search for
         contextlib.closing(recorder),
     ):
@@ -187,10 +188,6 @@ def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
 def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """`torch.histc` for all dtypes: PyTorch's CPU kernel refuses integers, which models use elsewhere."""
     return aten.histc.default(x.float(), bins, min, max).to(x.dtype)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _gradients(

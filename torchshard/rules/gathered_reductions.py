@@ -17,15 +17,7 @@ from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.reductions import reduction_row
-from torchshard.rules.registry import (
-    Call,
-    acc_dtype,
-    cast,
-    dims_of,
-    letters,
-    rule,
-    sum_dtype,
-)
+from torchshard.rules.registry import Call, acc_dtype, cast, dims_of, letters, rule, sum_dtype
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
