@@ -32,8 +32,7 @@ class Recorder(fx.Interpreter):
         self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
         """Recorded node -> the numbers of the nodes that it is the gradient of."""
         self._origins: dict[fx.Node, tuple[int | None, bool]] = {}
-        """Recorded node -> (number of the op that it belongs to, whether it is part of the op's
-        backward)."""
+        """Recorded node -> (number of the op that it belongs to, whether it is part of the op's backward)."""
         self._origin: int | None = None
         self._is_backward = False
         self._steps: set[Node] = set()

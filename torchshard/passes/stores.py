@@ -1,7 +1,10 @@
 """Stores the final value of each buffer and parameter that a functional graph writes to, for `functionalize`.
 
-before    add = add(mean, x); y = mul(add, 2)
-after     add = add(mean, x); y = mul(add, 2); copy_ = copy_(mean, add)
+    before    add = add(mean, x); y = mul(add, 2)
+    after     add = add(mean, x); y = mul(add, 2); copy_ = copy_(mean, add)
+
+An op whose backward may save a written buffer reads a copy of it. The value stored in a parameter
+has no gradient, and no earlier op's backward may need the overwritten one.
 """
 
 from __future__ import annotations
