@@ -247,7 +247,7 @@ FAULTS = (
     ),
     Fault(
         "norms of slices are added",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "return cast(aten.linalg_vector_norm.default(_gathered(ctx, own), order, [0]), acc_dtype(result), result)",
         "return cast(aten.sum.dim_IntList(_gathered(ctx, own), [0]), acc_dtype(result), result)",
         f"{RULES} -k norm",
@@ -255,7 +255,7 @@ FAULTS = (
     ),
     Fault(
         "a variance of the slices' alone",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "deviations = aten.add.Tensor(aten.add.Tensor(deviations, squares), between)",
         "deviations = aten.add.Tensor(deviations, squares)",
         f"{RULES} -k 'var or std'",
@@ -263,7 +263,7 @@ FAULTS = (
     ),
     Fault(
         "the largest share a gradient rank by rank",
-        "rules/reductions.py",
+        "rules/gathered_reductions.py",
         "count = ops.reduce.default(aten.sum.dim_IntList(equal, dims, True, dtype=acc_dtype(dtype)), ctx.group)",
         "count = aten.sum.dim_IntList(equal, dims, True, dtype=acc_dtype(dtype))",
         f"{RULES} -k 'amax or amin'",
@@ -391,7 +391,7 @@ FAULTS = (
     ),
     Fault(
         "sizes of a refinement that failed",
-        "rules/shapes.py",
+        "rules/common_factors.py",
         "            found[factor] = step\n",
         "            sizes[factor] = step\n",
         f"{RULES} -k reshape",
@@ -400,7 +400,7 @@ FAULTS = (
     # passes
     Fault(
         "the bias on every rank",
-        "passes/normalize.py",
+        "passes/rewrites.py",
         "        (aten.linear.default, *CONVOLUTIONS, aten.convolution.default),\n",
         "        (*CONVOLUTIONS, aten.convolution.default),\n",
         "tests/test_passes.py tests/test_models.py",
@@ -409,7 +409,7 @@ FAULTS = (
     Fault(
         "random numbers in the order of memory",
         "passes/normalize.py",
-        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), by_index))",
+        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *DRAWS), by_index))",
         "pass",
         "tests/test_random.py",
         models="dropout_channels_last",
@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "unused norms are dropped",
-        "ir/graph.py",
+        "ir/effects.py",
         "bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))",
         "bool(node.is_impure(impure_random=False))",
         "tests/test_functionalize.py tests/test_written_buffers.py",
@@ -441,7 +441,7 @@ FAULTS = (
     Fault(
         "a written buffer not stored",
         "passes/functionalize.py",
-        "    _store_written(aliases)\n",
+        "    store_written(aliases)\n",
         "",
         "tests/test_functionalize.py tests/test_written_buffers.py",
         models="writes",
@@ -478,7 +478,7 @@ FAULTS = (
     ),
     Fault(
         "a cast that is none",
-        "passes/normalize.py",
+        "passes/rewrites.py",
         "same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device",
         "same = a.shape == b.shape and a.device == b.device",
         "tests/test_passes.py",

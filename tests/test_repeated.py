@@ -16,7 +16,7 @@ from tests.layers import DIFFERENT, EQUAL, Layer, Stack
 from torchshard.capture import flat
 from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.equal_layers import equal_layers
-from torchshard.capture.repeated import DifferentLayers
+from torchshard.capture.layer_calls import DifferentLayers
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes import normalize

@@ -26,7 +26,8 @@ from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Run, cotangent, leaf
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
-from torchshard.ir.graph import is_view, placeholders
+from torchshard.ir.effects import is_view
+from torchshard.ir.graph import placeholders
 from torchshard.ops import Begin, wait
 from torchshard.passes import Partition, direct, schedule, segments, step_graphs
 from torchshard.testing import capture, largest

@@ -23,7 +23,9 @@ facts                                    the facts about a model that planning n
 from torchshard.capture.attributes import describe
 from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
+from torchshard.capture.copies import copy_model, copy_with_values, model_without_storage, views_kept, without_storage
 from torchshard.capture.flat import Captured, capture
+from torchshard.capture.keys import look_key, memory_order
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.looks import copy_attributes, look_like
 from torchshard.capture.models import (
@@ -31,17 +33,12 @@ from torchshard.capture.models import (
     check_devices,
     check_inputs,
     check_weights,
-    copy_model,
-    copy_with_values,
-    model_without_storage,
     refuse_transforms,
     shared_names,
     transform_error,
-    views_kept,
-    without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
-from torchshard.capture.signature import Leaves, flatten, look_key, memory_order
+from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.tools import without_tools
 from torchshard.capture.watch import Watch, global_hooks
 

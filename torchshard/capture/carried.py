@@ -15,19 +15,21 @@ changes of arguments among its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.call_arguments import argument_name
-from torchshard.capture.namespaces import kind_of, version_of
-from torchshard.capture.signature import Leaves, ReferenceTo, children, flatten
+from torchshard.capture.keys import ReferenceTo
+from torchshard.capture.namespaces import Values, kind_of
+from torchshard.capture.signature import Leaves, children, flatten
+from torchshard.core.modules import version_of
 
-Keys = tuple[Any, ...]
+Keys = tuple[Hashable, ...]
 """The names and indices that lead from (args, kwargs) to a value."""
 
 
@@ -45,7 +47,7 @@ class Changes:
     whole: frozenset[str] = frozenset()
     """The places of tensors that are written to but not replaced: they stay replicated."""
 
-    def store(self, find: Callable[[ReferenceTo], Any], items: Sequence[Mapping[Any, object]]) -> None:
+    def store(self, find: Callable[[ReferenceTo], object], items: Sequence[Values]) -> None:
         """Stores the new values in the objects of a call.
 
         Args:
@@ -54,11 +56,12 @@ class Changes:
         """
         holders = [find(ReferenceTo(keys)) for keys in self.holders]
         for keys, holder, values in zip(self.holders, holders, items, strict=True):
+            kind = kind_of(holder)
+            current = kind.read(holder)
             if _is_fixed(keys, holder):
-                _write_tensors(holder, values)
+                _write_tensors(current, values)
             else:
-                kind = kind_of(holder)
-                kind.write(holder, dict(values), kind.read(holder))
+                kind.write(holder, dict(values), current)
 
 
 def _is_fixed(keys: Keys, holder: object) -> bool:
@@ -66,11 +69,11 @@ def _is_fixed(keys: Keys, holder: object) -> bool:
     return isinstance(holder, tuple) or len(keys) == 1
 
 
-def _write_tensors(holder: Any, values: Mapping[Any, object]) -> None:
+def _write_tensors(current: Values, values: Values) -> None:
     """Copies new values into the tensors of an object that always has the same items."""
     for name, value in values.items():
-        if isinstance(value, Tensor) and value is not holder[name]:
-            holder[name].copy_(value)
+        if isinstance(value, Tensor) and value is not current[name]:
+            cast(Tensor, current[name]).copy_(value)
 
 
 def _step(holder: object, name: object) -> str:
@@ -83,8 +86,8 @@ class _Holder(NamedTuple):
 
     keys: Keys
     place: str
-    value: Any
-    items: dict[Any, object]
+    value: object
+    items: Values
 
     @property
     def is_fixed(self) -> bool:
@@ -151,7 +154,7 @@ class Arguments:
             frozenset(named(holder.place_of(name) for holder, items in changes if holder.is_fixed for name in items)),
         )
 
-    def _changes(self) -> Iterator[tuple[_Holder, dict[Any, object]]]:
+    def _changes(self) -> Iterator[tuple[_Holder, Values]]:
         """The objects with replaced items or written tensors, and all their current items."""
         for holder in self._holders.values():
             before = holder.items
@@ -175,7 +178,7 @@ class Arguments:
         return type(now) is not type(before) or id(now) in self._holders or not _equal(before, now)
 
 
-def _changed_numbers(changes: Iterable[tuple[_Holder, Mapping[Any, object]]]) -> Iterator[str]:
+def _changed_numbers(changes: Iterable[tuple[_Holder, Values]]) -> Iterator[str]:
     """The places of integers that a call replaces."""
     for holder, items in changes:
         for name, value in items.items():
@@ -202,11 +205,11 @@ def _equal(before: object, now: object) -> bool:
     return isinstance(now, simple) and repr(before) == repr(now)
 
 
-def finder(arguments: object) -> Callable[[ReferenceTo], Any]:
+def finder(arguments: object) -> Callable[[ReferenceTo], object]:
     """Returns a function that finds objects in a call's arguments; it opens each object once."""
-    opened: dict[Keys, dict[Any, object]] = {}
+    opened: dict[Keys, Values] = {}
 
-    def find(keys: Keys) -> Any:
+    def find(keys: Keys) -> object:
         if not keys:
             return arguments
         if keys[:-1] not in opened:

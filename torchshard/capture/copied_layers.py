@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.layer_calls import DifferentLayers, TensorType, Traced
 from torchshard.capture.modes import modes_in
-from torchshard.capture.repeated import MARK, DifferentLayers, Repeats, TensorType, Traced
+from torchshard.capture.repeated import MARK, Repeats
+from torchshard.custom_ops.fx_types import Argument
+from torchshard.ir.effects import is_inplace
 from torchshard.ir.fake_values import size_expr
-from torchshard.ir.graph import is_inplace
 
 
 def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -> None:
@@ -101,12 +103,12 @@ _MOST_COMPARED = 64
 """Constants with at most this many elements are compared by value."""
 
 
-def _args(node: fx.Node) -> Any:
+def _args(node: fx.Node) -> tuple[Sequence[fx.Node], int]:
     """The arguments of a mark: (tensors, its number)."""
-    return node.args
+    return cast(tuple[Sequence[fx.Node], int], node.args)
 
 
-def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
+def _texts(value: Argument, describe: Callable[[fx.Node], Argument]) -> str:
     return str(fx.map_arg(value, describe))
 
 
@@ -131,7 +133,7 @@ def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx
         graph.erase_node(mark)
 
 
-def _meta_of(node: fx.Node, first_path: str, mark: fx.Node, path: str) -> dict[str, Any]:
+def _meta_of(node: fx.Node, first_path: str, mark: fx.Node, path: str) -> dict[str, object]:
     """A node's meta in another layer: that layer's module paths, and the checkpoint around it."""
     stack = {}
     for key, (module_path, cls) in (node.meta.get("nn_module_stack") or {}).items():

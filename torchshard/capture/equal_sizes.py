@@ -12,7 +12,6 @@ be fixed: a shard of the batch would not match the buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import sympy
 from torch import SymInt, Tensor
@@ -50,7 +49,7 @@ def fixed_sizes(exported: ExportedProgram) -> list[InputDim]:
 def _guards(exported: ExportedProgram) -> list[sympy.Basic]:
     """The assumptions about sizes that export has made."""
     found = (value for node in exported.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
-    sizes: Iterator[Any] = (size for value in found if isinstance(value, Tensor) for size in value.shape)
+    sizes: Iterator[object] = (size for value in found if isinstance(value, Tensor) for size in value.shape)
     env = next((size.node.shape_env for size in sizes if isinstance(size, SymInt)), None)
     return [] if env is None else [guard.expr for guard in env.guards]
 

@@ -29,11 +29,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
@@ -41,9 +39,9 @@ from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.copied_layers import repeat
-from torchshard.capture.models import check_devices, check_inputs, shared_names, without_storage
-from torchshard.capture.modes import modes_of
-from torchshard.capture.names import rename_nodes
+from torchshard.capture.copies import without_storage
+from torchshard.capture.models import check_devices, check_inputs, shared_names
+from torchshard.capture.node_facts import describe_ops, describe_placeholders, order_placeholders, rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
 from torchshard.capture.shared_memory import refuse_shared_constants
@@ -51,11 +49,10 @@ from torchshard.capture.signature import Leaves
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
-from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.editing import duplicate
 from torchshard.ir.fake_values import guards
-from torchshard.ir.graph import fake_mode, writes, written_state
+from torchshard.ir.graph import fake_mode
 
 DYNAMIC_DIMS = frozenset({0, 1})
 """The dims of input tensors that may vary between calls: batch and sequence."""
@@ -86,7 +83,7 @@ class Captured:
     conditions: tuple[tuple[Condition, Number], ...] = ()
     """(condition, value): the graph is valid only for calls in which each condition has this value."""
 
-    def finish(self, results: Sequence[object], arguments: object) -> Any:
+    def finish(self, results: Sequence[object], arguments: object) -> object:
         """Stores the carried values from the graph's results, and returns forward's result."""
         find = finder(arguments)
         value, items = self.result.rebuild(results, find)
@@ -158,13 +155,12 @@ def captured_flat(
     memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
     graph = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(graph)
-    _describe_placeholders(graph.graph, exported, inputs, shared)
+    describe_placeholders(graph.graph, exported, inputs, shared)
     if traced.repeats is not None:
         repeat(graph.graph, traced.repeats, constants)
     _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
-    _describe_ops(graph.graph)
-    _warn_of_writes_in_checkpoints(graph.graph)
-    _order_placeholders(graph.graph)
+    describe_ops(graph.graph)
+    order_placeholders(graph.graph)
     rename_nodes(graph.graph)
     # Drops the modules and attributes of the exported program, which the graph does not use.
     graph = duplicate(fx.GraphModule(nn.Module(), graph.graph))
@@ -296,68 +292,3 @@ def _insert_hook(call_node: fx.Node, hooks: set[fx.Node]) -> None:
     (tensor,) = call_node.args
     assert isinstance(tensor, fx.Node)
     tensor.replace_all_uses_with(call_node, lambda user: user is not call_node and user not in hooks)
-
-
-# --- facts about nodes -----------------------------------------------------------------------------------------------
-
-
-def _describe_placeholders(
-    graph: fx.Graph, exported: ExportedProgram, inputs: Sequence[str], shared: Mapping[str, tuple[str, ...]]
-) -> None:
-    """Sets meta["kind"], ["names"] and ["path"]; `shared` lists all names of a tied parameter."""
-    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    names = iter(inputs)
-    for node in (n for n in graph.nodes if n.op == "placeholder"):
-        spec = specs[node.target]
-        kind = spec.kind.name.lower()
-        node.meta["kind"] = {"user_input": "input", "constant_tensor": "constant"}.get(kind, kind)
-        if node.meta["kind"] == "input":
-            node.meta["names"] = (next(names),)
-        else:
-            node.meta["names"] = shared.get(str(spec.target), (str(spec.target),))
-        node.meta["path"] = node.meta["names"][0]
-
-
-def _describe_ops(graph: fx.Graph) -> None:
-    """Sets meta["module"], ["source"], ["autocast"] and ["recompute"]."""
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.meta["module"] = _module_path(node)
-            node.meta["source"] = line_in(node.meta.get("stack_trace") or "")
-            modes = modes_of(node)
-            node.meta["autocast"] = modes.autocast
-            if modes.checkpoint is not None:
-                node.meta["recompute"] = f"checkpoint {modes.checkpoint}"
-
-
-def _warn_of_writes_in_checkpoints(graph: fx.Graph) -> None:
-    """Warns of buffers that the unsharded model writes twice per step, like batch norm's."""
-    written = [
-        node.meta["path"]
-        for node in written_state(graph)
-        if any("recompute" in n.meta for user in node.users if writes(user) for n in (user, *user.all_input_nodes))
-    ]
-    if written:
-        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        warn(
-            f"buffer {written[0]}{more}: updated within torch.utils.checkpoint. The sharded model updates it once per "
-            "step, the unsharded model twice, because its backward recomputes the checkpoint"
-        )
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    path = paths[-1] if paths else ""
-    # Export appends '@1' to the path of a module that is called a second time.
-    # `_empty_nn_module_stack...` is export's entry for ops outside of all modules (PyTorch 2.13.0).
-    return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
-
-
-def _order_placeholders(graph: fx.Graph) -> None:
-    """Orders placeholders: parameters, buffers and constants first, then the call's tensors."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
-    rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-    # Each node goes before the current first one, hence the reversed order.
-    for node in reversed([*rest, *inputs]):
-        next(iter(graph.nodes)).prepend(node)

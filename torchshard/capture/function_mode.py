@@ -13,7 +13,8 @@ does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from types import GetSetDescriptorType
+from typing import cast
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
@@ -24,10 +25,11 @@ from torchshard.capture.recording import Recording
 from torchshard.capture.user_code import calling_line
 from torchshard.capture.whole_calls import keep_hook, keep_whole
 from torchshard.core.errors import CaptureError
+from torchshard.core.modules import TensorDict
 from torchshard.custom_ops.recurrent import RecurrentCall, is_recurrent
 from torchshard.custom_ops.whole import state_of
 
-Slots = dict[int, tuple[dict[str, Any], str]]
+Slots = dict[int, tuple[TensorDict, str]]
 """id of a parameter or buffer -> the dict of its module that stores it, and its name there."""
 
 
@@ -70,7 +72,7 @@ class CaptureMode(TorchFunctionMode):
         if self._recording.inside_call:
             return func(*args, **kwargs)
         if func is Tensor.register_hook and cast(Tensor, args[0]).requires_grad:
-            tensor, hook = cast(Any, (*args, *kwargs.values()))
+            tensor, hook = cast(tuple[Tensor, Callable[[Tensor], object]], (*args, *kwargs.values()))
             return keep_hook(self._recording, tensor, hook)
         if is_recurrent(func, args):
             return keep_whole(self._recording, func, args, kwargs, RecurrentCall)
@@ -93,7 +95,7 @@ def _refuse_foreign_parameters(leaves: Sequence[object]) -> None:
 # --- .data -----------------------------------------------------------------------------------------------------------
 
 
-_DATA: Any = Tensor.data
+_DATA = cast(GetSetDescriptorType, Tensor.data)
 
 
 def _call_data(func: Callable[..., object], tensor: Tensor, value: Tensor | None = None) -> object:

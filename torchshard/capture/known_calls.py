@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture.call_arguments import bound_call, flatten_call
+from torchshard.capture.keys import code_key
 from torchshard.capture.namespaces import values_of_object
-from torchshard.capture.signature import Leaves, code_key, is_opened, varying
+from torchshard.capture.signature import Leaves, is_opened, varying
 
 _CONSTANTS = frozenset(
     {type(None), bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}

@@ -27,7 +27,7 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.rng_states import keeping_rng_states, set_rng_states
-from torchshard.ir.graph import uses_rng
+from torchshard.ir.effects import uses_rng
 from torchshard.weights.lazy import LazyTensor, values_of
 
 
@@ -178,5 +178,5 @@ def _with_constants(nodes: Sequence[fx.Node]) -> nn.Module:
 def _node_of(tensor: Tensor) -> fx.Node | None:
     """The node that export has recorded for a fake tensor."""
     mode = get_proxy_mode()
-    slot: Any = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
-    return None if slot is None else cast(fx.Node, slot.proxy.node)
+    slot = get_proxy_slot(tensor, mode.tracer, None) if mode is not None else None
+    return None if slot is None else slot.proxy.node

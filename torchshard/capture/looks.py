@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from types import GenericAlias
-from typing import Any
+from types import GenericAlias, UnionType
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ def copy_attributes(tensor: Tensor, replacement: Tensor) -> None:
 
 
 class _AsType(type):
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> object:
         if cls is not _Type:  # a user's metaclass
             return super().__call__(*args, **kwargs)
         return _class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
@@ -98,7 +97,7 @@ def _class_of(value: object) -> type:
     return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
 
 
-def _isinstance(value: object, classes: Any) -> bool:
+def _isinstance(value: object, classes: type | UnionType | tuple[type | UnionType, ...]) -> bool:
     """`isinstance`, to which a dynamic size is a number."""
     number = _NUMBERS.get(type(value))
     return isinstance(value, classes) or (number is not None and issubclass(number, classes))

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol, TypeGuard, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -122,13 +122,13 @@ def _write_deque(owner: deque[object], previous: Values, current: Values) -> Non
     deque.extend(owner, previous.values())
 
 
-def _write_dict(owner: dict[Any, object], previous: Values, current: Values) -> None:
+def _write_dict(owner: Values, previous: Values, current: Values) -> None:
     for name in current.keys() - previous.keys():
         dict_class(owner).__delitem__(owner, name)
     dict_class(owner).update(owner, _differing(previous, current))
 
 
-def dict_class(owner: dict[Any, object]) -> type[dict[Any, object]]:
+def dict_class(owner: Values) -> type[Values]:
     """The builtin class of a dict; methods of a subclass may compute or count."""
     return OrderedDict if isinstance(owner, OrderedDict) else dict
 
@@ -140,7 +140,7 @@ def stored_values(owner: object) -> Iterable[object]:
     if isinstance(owner, MappingProxyType):
         return owner.values()
     base: Any = next(cls for cls in (list, tuple, deque, set) if isinstance(owner, cls))
-    return cast(Iterable[object], base.__iter__(owner))
+    return base.__iter__(owner)
 
 
 def is_empty(owner: object) -> bool:
@@ -168,7 +168,7 @@ def own_dict(value: object) -> dict[str, Any] | None:
     """The `__dict__` of an object, read without code of its class; None if it has none."""
     readers = (vars(base).get("__getattribute__") for base in type(value).__mro__)
     # A `__getattribute__` that is a Python function is the user's code.
-    read: Any = next(one for one in readers if one is not None and not isinstance(one, FunctionType))
+    read = next(one for one in readers if one is not None and not isinstance(one, FunctionType))
     try:
         found = read(value, "__dict__")
     except AttributeError:
@@ -283,8 +283,3 @@ def array_content(value: Array | bytearray) -> bytes:
     """Dtype, shape and elements of an array; equal bytes may differ in dtype or shape."""
     kind = [getattr(value, name, None) for name in ("dtype", "typecode", "format", "shape")]
     return repr(kind).encode() + (bytes(value) if isinstance(value, bytearray) else value.tobytes())
-
-
-def version_of(tensor: Tensor) -> int:
-    """A number that changes with each write to a tensor; 0 for inference tensors."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -97,7 +97,7 @@ def in_captures(function: Callable[..., object]) -> Callable[[object], object]:
         called = cast(Callable[..., object], original)
 
         @functools.wraps(called)
-        def replacement(*args: Any, **kwargs: Any) -> object:
+        def replacement(*args: object, **kwargs: object) -> object:
             return called(*args, **kwargs) if current_recording() is None else function(called, *args, **kwargs)
 
         return replacement

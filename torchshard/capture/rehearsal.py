@@ -17,13 +17,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 # Sets `torch.compiler.is_exporting()`, as export does; there is no public way (PyTorch 2.13.0).
 from torch._export.utils import _compiling_state_context
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -187,7 +188,9 @@ class _Draws(TorchDispatchMode):
         super().__init__()
         self._derived = derived
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs an op."""
         result = func(*args, **(kwargs or {}))
         operands = (t for t in pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(t, Tensor))
@@ -217,7 +220,7 @@ class _Trace(TorchFunctionMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: object) -> None:
         """Ends it."""
         super().__exit__(*raised)
         self._draws.__exit__(*raised)

@@ -27,90 +27,33 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.attributes import Attributes, attributes, changed
+from torchshard.capture.attributes import attributes, changed
 from torchshard.capture.equal_layers import PLAIN, Layer
+from torchshard.capture.layer_calls import (
+    Arguments,
+    DifferentLayers,
+    MarkedTensor,
+    Marks,
+    Outcome,
+    Run,
+    TensorType,
+    Traced,
+    call_key,
+    tensors_by_id,
+)
 from torchshard.capture.recording import current_recording
 from torchshard.capture.state_before import StateBefore
-from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
-from torchshard.ir.fake_values import size_expr
 
-
-class DifferentLayers(Exception):
-    """Layers that were taken to be equal are not."""
-
-
-class Outcome(NamedTuple):
-    """The result of a layer."""
-
-    spec: pytree.TreeSpec
-    leaves: tuple[object, ...]
-    """Its leaves; a tensor is replaced by the index of its mark after the layer."""
-
-
-class _Result(NamedTuple):
-    number: int
-
-
-Marks = range
-"""The numbers of the marks of several tensors."""
-
-
-class Traced(NamedTuple):
-    """A layer that was traced: its call, and the marks around its ops."""
-
-    layer: Layer
-    call: Hashable
-    attributes: Attributes
-    """The values that it could see before its call."""
-    outcome: Outcome
-    enter: Marks
-    leave: Marks
-
-
-@dataclass
-class Run:
-    """Equal layers, and the findings of their capture so far."""
-
-    layers: list[Layer]
-    first: Traced | None = None
-    last: Traced | None = None
-    repeated: dict[Marks, Layer] = field(default_factory=dict)
-    """Marks -> the layer that they represent."""
-    called: set[int] = field(default_factory=set)
-    is_off: bool = False
-    """Whether every layer is traced."""
-
-
-class TensorType(NamedTuple):
-    """The properties of a tensor except its values."""
-
-    shape: tuple[Any, ...]
-    stride: tuple[Any, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorType:
-        """Reads the type of a tensor."""
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def key(self) -> Hashable:
-        """A key, equal for equal types; comparing sizes as expressions adds no assumption."""
-        return (tuple(map(size_expr, self.shape)), tuple(map(size_expr, self.stride)), *self[2:])
-
-    def made(self) -> Tensor:
-        """Makes a tensor of this type."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+T = TypeVar("T")
 
 
 class Repeats:
@@ -146,7 +89,7 @@ class Repeats:
                 raise DifferentLayers(f"{run.layers[-1].path} is called in another way than {run.layers[0].path}")
 
     def call(
-        self, module: nn.Module, own: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, own: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """Calls a module's own forward, traces it between marks, or repeats the first layer."""
         run, layer = self._layers.get(id(vars(module)), (None, None))
@@ -155,7 +98,7 @@ class Repeats:
         run.called.add(id(layer))
         if not layer.is_as_before():
             return own(*args, **kwargs)
-        call, is_last = _call_key(args, kwargs), layer is run.layers[-1]
+        call, is_last = call_key(args, kwargs), layer is run.layers[-1]
         if call is not None and run.first is not None and call == run.first.call and not is_last:
             seen = changed(run.first.attributes, attributes(layer.module))
             if {place[:2] for place in seen} <= set(layer.places):
@@ -167,7 +110,7 @@ class Repeats:
         return own(*args, **kwargs)
 
     def _traced(
-        self, run: Run, layer: Layer, call: Hashable, own: Callable[..., object], arguments: tuple[Any, Any]
+        self, run: Run, layer: Layer, call: Hashable, own: Callable[..., object], arguments: Arguments
     ) -> object:
         before = attributes(layer.module)
         (args, kwargs), enter = self._marked(arguments)
@@ -176,8 +119,8 @@ class Repeats:
             result = own(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         known = all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves)
-        numbers = {key: number for number, key in enumerate(_tensors(leaves))}
-        ends = tuple(_Result(numbers[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        numbers = {key: number for number, key in enumerate(tensors_by_id(leaves))}
+        ends = tuple(MarkedTensor(numbers[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         unbacked = any(isinstance(leaf, Tensor) and free_unbacked_symbols(leaf) for leaf in leaves)
         if self.was_read or state.assigned() or _kept() != kept or unbacked or not (known and numbers and enter):
             run.is_off = True
@@ -204,10 +147,10 @@ class Repeats:
                 vars(module).setdefault(name, self.hidden[id(vars(module)), name])
             self._is_inside, self.hidden = False, {}
 
-    def _marked(self, value: Any) -> tuple[Any, Marks]:
+    def _marked(self, value: T) -> tuple[T, Marks]:
         """Passes each tensor of a value through a mark in the graph."""
         leaves, spec = pytree.tree_flatten(value)
-        tensors = _tensors(leaves)
+        tensors = tensors_by_id(leaves)
         made, marks = self._mark([[tensor] for tensor in tensors.values()], map(TensorType.of, tensors.values()))
         marked = dict(zip(tensors, made, strict=True))
         leaves = [marked[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -220,8 +163,8 @@ class Repeats:
             made.append(MARK(taken, len(self.types) - 1))
         return made, range(first, len(self.types))
 
-    def _repeated(self, run: Run, first: Traced, layer: Layer, arguments: tuple[Any, Any]) -> object:
-        operands = [*_tensors(pytree.tree_leaves(arguments)).values(), *layer.module.parameters()]
+    def _repeated(self, run: Run, first: Traced, layer: Layer, arguments: Arguments) -> object:
+        operands = [*tensors_by_id(pytree.tree_leaves(arguments)).values(), *layer.module.parameters()]
         types = [self.types[number] for number in first.leave]
         # to autograd, a result requires a gradient if any operand does
         without = [t for t in operands if not (t.requires_grad and torch.is_grad_enabled())]
@@ -231,7 +174,7 @@ class Repeats:
         if [t.requires_grad for t in made] != [known.requires_grad for known in types]:
             raise DifferentLayers(f"results of {layer.path} have no gradient")
         run.repeated[marks] = layer
-        leaves = [made[leaf.number] if isinstance(leaf, _Result) else leaf for leaf in first.outcome.leaves]
+        leaves = [made[leaf.number] if isinstance(leaf, MarkedTensor) else leaf for leaf in first.outcome.leaves]
         return pytree.tree_unflatten(leaves, first.outcome.spec)
 
     def _are_alike(self, first: Traced | None, last: Traced | None) -> bool:
@@ -248,36 +191,6 @@ def _kept() -> tuple[int, int]:
     return (0, 0) if recording is None else (len(recording.calls), len(recording.checkpoints))
 
 
-def _tensors(leaves: Sequence[object]) -> dict[int, Tensor]:
-    """id -> tensor, for the distinct tensors among some values."""
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def _is_fixed(value: object) -> bool:
-    """Whether a layer can change a value only by ops; a list or dict is copied for the layer."""
-    if isinstance(value, tuple):
-        return all(map(_is_fixed, value))
-    return isinstance(value, (Tensor, torch.SymInt, *PLAIN)) and not isinstance(value, nn.Parameter)
-
-
-def _call_key(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
-    """A key, equal for calls with the same ops; None if an argument's content may change."""
-    if not all(map(_is_fixed, (*args, *kwargs.values()))):
-        return None
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    places: dict[int, int] = {}
-    # `_len_torch_*_stack`: no public way to count the active modes (PyTorch 2.13.0).
-    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
-    defaults = torch.get_default_dtype(), torch.get_default_device()
-    keys: list[Hashable] = [spec, torch.is_grad_enabled(), current_autocast(), modes, defaults]
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            keys.append((TensorType.of(leaf).key(), places.setdefault(id(leaf), place)))
-        else:
-            keys.append(size_expr(leaf) if isinstance(leaf, torch.SymInt) else (type(leaf), leaf))
-    return tuple(keys)
-
-
 _local = threading.local()
 
 
@@ -287,10 +200,10 @@ def _current() -> Repeats | None:
 
 
 def _intercepted(original: object) -> object:
-    own: Any = original
+    own = cast(FunctionType, original)
 
     @functools.wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         repeats, bound = _current(), own.__get__(self)
         return bound(*args, **kwargs) if repeats is None else repeats.call(self, bound, args, kwargs)
 

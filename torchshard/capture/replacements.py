@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,10 +42,6 @@ from torchshard.custom_ops.ctc import ctc_loss
 from torchshard.custom_ops.grouped import GROUPED_MM
 
 
-def _ctc_loss(original: object, *args: Any, **kwargs: Any) -> object:
-    return ctc_loss(*args, **kwargs)
-
-
 def _grouped_mm(
     original: Callable[..., object],
     x: Tensor,
@@ -64,7 +59,7 @@ def _grouped_mm(
 def _refused(attempt: str) -> Callable[..., object]:
     """Builds the replacement of a function that differentiates; `attempt` is the advice."""
 
-    def refuse(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    def refuse(original: Callable[..., object], *args: object, **kwargs: object) -> object:
         recording = current_recording()
         if recording is None or recording.inside_call or is_in_transform():
             return original(*args, **kwargs)
@@ -114,7 +109,7 @@ def _batch_norm(original: Callable[..., Tensor], module: _BatchNorm, input: Tens
 
 
 REPLACEMENTS = Patches(
-    Patch(torch, "ctc_loss", in_captures(_ctc_loss)),
+    Patch(torch, "ctc_loss", in_captures(lambda original, *args, **kwargs: ctc_loss(*args, **kwargs))),
     Patch(torch, "_grouped_mm", in_captures(_grouped_mm)),
     # Without running statistics: they are updated below, with a weight that stays a tensor.
     Patch(torch, "cond", in_captures(_cond)),

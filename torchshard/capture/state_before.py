@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 
 from torchshard.capture.namespaces import Place
 from torchshard.core.errors import CaptureError
-from torchshard.core.modules import storage_id
+from torchshard.core.modules import TensorDict, storage_id
 
 
 class StateBefore:
@@ -30,7 +30,7 @@ class StateBefore:
 
     def __init__(self, model: nn.Module) -> None:
         dicts = {id(d): d for module in model.modules() for d in (module._parameters, module._buffers)}
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [(d, dict(d)) for d in dicts.values()]
+        self._held: list[tuple[TensorDict, TensorDict]] = [(d, dict(d)) for d in dicts.values()]
         self._modules = [(module._modules, dict(module._modules)) for module in model.modules()]
         self._modes = [(path, module, module.training) for path, module in model.named_modules()]
         self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
@@ -59,7 +59,7 @@ class StateBefore:
         for _, parameter, is_trained in self._frozen():
             parameter.requires_grad_(is_trained)
 
-    def write_assigned(self, results: Sequence[Any]) -> list[Any]:
+    def write_assigned(self, results: Sequence[Tensor]) -> list[Tensor]:
         """Writes assigned buffers into the tensors that the model had before.
 
         Returns:
@@ -77,8 +77,8 @@ class StateBefore:
         # Results and values may share memory with a buffer: they are copied before any write.
         written = {storage_id(tensor) for _, tensor, _ in assigned}
 
-        def kept(value: Any) -> Any:
-            is_old = isinstance(value, Tensor) and storage_id(value) in written
+        def kept(value: Tensor) -> Tensor:
+            is_old = isinstance(value, Tensor) and storage_id(value) in written  # a result may be a SymInt
             return value.clone() if is_old else value
 
         results = [kept(result) for result in results] if assigned else list(results)
@@ -137,7 +137,7 @@ class StateBefore:
 def without_exports_own() -> Iterator[None]:
     """Removes export's own hook, which notes the buffers assigned to the outermost module."""
     # `_map_assigned_buffer` is export's hook, without a handle (PyTorch 2.13.0, by pytorch/pytorch#137240).
-    hooks: dict[int, Any] = torch_module._global_buffer_registration_hooks
+    hooks = torch_module._global_buffer_registration_hooks
     off = {number: hook for number, hook in hooks.items() if "_map_assigned_buffer" in getattr(hook, "__name__", "")}
     for number in off:
         del hooks[number]

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,14 @@ from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
 from torchshard.capture.generators import changed_generators, check_generators
 from torchshard.capture.known_numbers import note_placeholders
+from torchshard.capture.layer_calls import DifferentLayers
 from torchshard.capture.looks import look_like, types_of_originals
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
-from torchshard.capture.repeated import DifferentLayers, Repeats
+from torchshard.capture.repeated import Repeats
 from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.signature import Leaves, check_results
 from torchshard.capture.state_before import StateBefore, without_exports_own
@@ -97,7 +98,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             # The cache of fake results saves time only if calls recur.
             nullcontext() if forward.calls_recur else modes_without_cache(),
             without_tools(),
-            saved_tensors_hooks(_same, _same),
+            saved_tensors_hooks(lambda t: t, lambda t: t),  # hides the capture from a checkpoint around the call
         ):
             exported = _export(as_plain_module(model), call, dynamic)
     finally:
@@ -108,11 +109,6 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
     assert forward.result is not None
     whole, conditions = tuple(recording.calls), tuple(recording.conditions)
     return Traced(exported, forward.result, forward.changes, forward.assigned, left, forward.repeats, whole, conditions)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    """A hook on saved tensors: it hides the capture from hooks of a checkpoint around the call."""
-    return tensor
 
 
 class _FlatForward:
@@ -130,7 +126,7 @@ class _FlatForward:
         self.assigned: tuple[Place, ...] = ()
         self._own_entry_points = replace_forward(model, self._run)
 
-    def _run(self, *tensors: Any) -> list[Tensor]:
+    def _run(self, *tensors: Tensor) -> list[Tensor]:
         count = len(self._call.tensors)
         call = dataclasses.replace(self._call, tensors=tensors[:count])
         args, kwargs = call.rebuild(tensors[:count], numbers=tensors[count:])
@@ -169,7 +165,7 @@ class _RaisedError(Exception):
     """Carries forward's error through export, which prints the graph for some RuntimeErrors."""
 
 
-def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+def _called(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     try:
         # `_call_impl` runs hooks and forward, but unlike `__call__` no compiled or overridden call (PyTorch 2.13.0).
         return nn.Module._call_impl(model, *args, **kwargs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from torch.overrides import _pop_mode, _push_mode
 
 from torchshard.capture.function_mode import CaptureMode
 from torchshard.core.errors import in_short
+
+T = TypeVar("T")
 
 
 def is_in_transform() -> bool:
@@ -79,19 +81,19 @@ def _without_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def recorded(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recorded(transform: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Calls a transform and records the ops that it runs."""
     with _below_autograd():
         return transform(*args, **kwargs)
 
 
-def recorded_vjp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recorded_vjp(transform: Callable[..., tuple[Any, ...]], *args: object, **kwargs: object) -> tuple[object, ...]:
     """Calls and records a transform that returns (result, vjp_fn, ...); also records later calls of `vjp_fn`."""
     result, vjp_fn, *more = recorded(transform, *args, **kwargs)
     return (result, lambda *cotangents, **how: recorded(vjp_fn, *cotangents, **how), *more)
 
 
-def recorded_jvp(transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def recorded_jvp(transform: Callable[..., T], *args: object, **kwargs: object) -> T:
     """Calls and records a forward-mode transform.
 
     Raises:

@@ -20,7 +20,6 @@ import itertools
 import sys
 from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
-from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -68,7 +67,7 @@ def _passed(frame: FrameType) -> bool | None:
     return answer
 
 
-def _instructions(code: CodeType) -> tuple[dict[int, Any], dict[int, int]]:
+def _instructions(code: CodeType) -> tuple[dict[int, dis.Instruction], dict[int, int]]:
     """Offset -> instruction, and offset -> offset of the next instruction."""
     instructions = {one.offset: one for one in dis.get_instructions(code)}
     return instructions, dict(itertools.pairwise(sorted(instructions)))
@@ -93,7 +92,7 @@ def _side_that_goes_on(code: CodeType, offset: int) -> bool | None:
 
 
 def _only_raises(
-    start: int, instructions: dict[int, Any], following: dict[int, int], leaves: Sequence[str] = _LEAVES
+    start: int, instructions: dict[int, dis.Instruction], following: dict[int, int], leaves: Sequence[str] = _LEAVES
 ) -> bool:
     """Whether all paths from an instruction end in a `raise` and avoid those in `leaves`."""
     seen, waiting, raises = set[int](), [start], False
@@ -120,7 +119,7 @@ def _only_raises(
 def _is_caught(code: CodeType, offset: int) -> bool:
     """Whether the function itself may handle an exception, apart from ending a `with`."""
     instructions, following = _instructions(code)
-    entries: Any = getattr(dis.Bytecode(code), "exception_entries", ())
+    entries = getattr(dis.Bytecode(code), "exception_entries", ())
     targets = [entry.target for entry in entries if entry.start <= offset < entry.end]
     ends = [at for at in targets if instructions[following[at]].opname != "WITH_EXCEPT_START"]
     # A `finally` only raises again.

@@ -24,20 +24,12 @@ from torch.nn.modules import module as _modules
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture.attributes import COMPARED_BY_VALUE, describe
-from torchshard.capture.namespaces import (
-    Array,
-    Namespace,
-    Place,
-    array_content,
-    is_array,
-    is_container,
-    stored_values,
-    version_of,
-)
-from torchshard.capture.signature import code_key
+from torchshard.capture.keys import code_key
+from torchshard.capture.namespaces import Array, Namespace, Place, array_content, is_array, is_container, stored_values
 from torchshard.capture.tools import is_tools
 from torchshard.capture.user_code import cells_of
 from torchshard.capture.visible import Visible, visible_to
+from torchshard.core.modules import version_of
 
 LARGE_ITEMS = 4096
 """`Watch` compares only this many first items of a list or dict."""

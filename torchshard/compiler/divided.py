@@ -16,8 +16,9 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.user_files import warn
+from torchshard.ir.effects import carried_results
 from torchshard.ir.fake_values import Size, hint, size_expr, sizes_as
-from torchshard.ir.graph import carried_results, is_tensor, passes_on_weight, placeholders, results_of, where
+from torchshard.ir.graph import is_tensor, passes_on_weight, placeholders, results_of, where
 from torchshard.passes import for_next_axis, keep_own_order, rewrite
 from torchshard.planner.problem import PlannedAxis
 from torchshard.planner.styles import BATCH

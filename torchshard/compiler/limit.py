@@ -13,8 +13,9 @@ from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.layouts import Layout
 from torchshard.core.paths import layer_of, outermost
 from torchshard.core.rows import Choice
+from torchshard.ir.effects import growing_sizes
 from torchshard.ir.fake_values import sizes_as
-from torchshard.ir.graph import growing_sizes, multiples_of
+from torchshard.ir.graph import multiples_of
 from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel

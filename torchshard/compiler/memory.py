@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchshard.compiler.step_memory import call_peak, step_peak
 from torchshard.core.errors import CaptureError
 from torchshard.core.fakes import new_fake_mode
+from torchshard.ir.effects import carried_inputs
 from torchshard.ir.fake_values import hint, nbytes
-from torchshard.ir.graph import carried_inputs, is_weight, placeholders
+from torchshard.ir.graph import is_weight, placeholders
 from torchshard.passes import has_backward, localized
 from torchshard.plans.data import AxisPlan
 

@@ -41,10 +41,9 @@ from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
-from torchshard.ir.data import equal_sizes
 from torchshard.ir.fake_values import guards, hint, size_expr, sizes_as
 from torchshard.ir.graph import fake_mode, is_tensor, placeholders
-from torchshard.ir.sizes import call_sizes
+from torchshard.ir.sizes import call_sizes, equal_sizes
 from torchshard.passes import localized, rewrite
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.styles import SEQUENCE

@@ -21,9 +21,10 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, parse_layout
 from torchshard.core.mesh import Mesh
 from torchshard.core.types import is_of, texts
-from torchshard.ir.data import Equal, graph_data, graph_from
+from torchshard.ir.data import graph_data, graph_from
 from torchshard.ir.fake_values import plain_shape
 from torchshard.ir.graph import placeholders
+from torchshard.ir.sizes import Equal
 from torchshard.planner.styles import OPS_OF_MODULES, Style
 from torchshard.plans.json_form import read_axis
 from torchshard.plans.machine import Machine

@@ -18,8 +18,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from torchshard.ir.effects import is_view
 from torchshard.ir.fake_values import hint, nbytes
-from torchshard.ir.graph import is_float, is_view, is_weight, placeholders, results_of, values
+from torchshard.ir.graph import is_float, is_weight, placeholders, results_of, values
 from torchshard.ops import OPS, Begin, OpArgs, hashable, kernels, wait
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg

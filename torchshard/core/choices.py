@@ -8,10 +8,10 @@ their layouts for all ops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchshard.core.layouts import (
     EQUAL,
@@ -292,7 +292,7 @@ def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
     return row.options.local.get("*") if choice.factors else None
 
 
-def replacement_on(coordinate: Coordinate, row: Row | None, choice: Choice | None) -> Callable[..., Any] | None:
+def replacement_on(coordinate: Coordinate, row: Row | None, choice: Choice | None) -> LocalFn | None:
     """Returns the function that a rank calls with the op's arguments instead of the op, if any."""
     if row is None or choice is None or (replacement := local_replacement(row, choice)) is None:
         return None

@@ -20,8 +20,7 @@ def new_fake_mode(**options: Any) -> FakeTensorMode:
 
 
 def modes_without_cache() -> AbstractContextManager[None]:
-    """Makes `torch.export` create modes without the cache: a global setting, for one thread at a
-    time."""
+    """Makes `torch.export` create modes without the cache: a global setting, for one thread at a time."""
     # `fake_tensor_cache_enabled` has no public switch (PyTorch 2.13.0).
     from torch._dynamo import config  # takes seconds, and every capture has imported it already
 

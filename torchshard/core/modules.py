@@ -1,8 +1,13 @@
-"""Tensors of modules: their names and their memory."""
+"""Tensors: their names in modules, their memory, and the writes to them."""
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 from torch import Tensor, nn
+
+TensorDict: TypeAlias = dict[str, Any]
+"""A module's `_parameters` or `_buffers`: name -> tensor or None. No type of dict covers both."""
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -16,3 +21,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 def storage_id(tensor: Tensor) -> int:
     """Returns a number that identifies the memory of a strided tensor and its views while they live."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns a number that changes with each write to a tensor; 0 for inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version

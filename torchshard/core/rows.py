@@ -58,8 +58,7 @@ class RowOptions:
     """The properties of an op that its factors do not express."""
 
     linear: tuple[frozenset[int], ...] = ()
-    """Sets of operands in which the op is jointly linear: if one set is P and the rest R, results
-    are P."""
+    """Sets of operands in which the op is jointly linear: if one set is P and the rest R, results are P."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Factor -> replacement, if splitting the factor changes the local op; '*': any factor."""
     reduced: frozenset[str] = frozenset()

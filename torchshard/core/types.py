@@ -1,10 +1,14 @@
-"""Type checks for values from files and callers, which may be anything."""
+"""Type checks for values from files and callers, and names for types that mypy can't express."""
 
 from __future__ import annotations
 
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 T = TypeVar("T")
+Json: TypeAlias = Any
+"""Parsed JSON: mypy can't see its structure, so the code that reads it checks what it finds."""
+Context: TypeAlias = Any
+"""The `ctx` of an autograd Function: a `FunctionCtx`, on which the Function stores attributes of its own."""
 
 
 def is_of(kind: type[T], value: object) -> T:

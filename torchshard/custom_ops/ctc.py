@@ -8,10 +8,11 @@ fake tensors have no values. So this op's backward runs the forward again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchshard.core.types import Context
 
 aten = torch.ops.aten
 _LOSSES = (
@@ -20,21 +21,21 @@ _LOSSES = (
 
 
 @torch.library.custom_op("torchshard::ctc_losses", mutates_args=(), schema=f"{_LOSSES} -> Tensor")
-def ctc_losses(log_probs: Tensor, *args: Any) -> Tensor:
+def ctc_losses(log_probs: Tensor, *args: object) -> Tensor:
     """Returns the loss of each sequence: `f32[time,batch,classes] -> f32[batch]`."""
     losses, _ = aten._ctc_loss.Tensor(log_probs, *args)
     return torch.where(losses.isinf(), 0.0, losses) if args[-1] else losses.clone()
 
 
 @ctc_losses.register_fake
-def _(log_probs: Tensor, *args: Any) -> Tensor:
+def _(log_probs: Tensor, *args: object) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 
 @torch.library.custom_op(
     "torchshard::ctc_losses_backward", mutates_args=(), schema=f"(Tensor grad, {_LOSSES[1:]} -> Tensor"
 )
-def ctc_losses_backward(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+def ctc_losses_backward(grad: Tensor, log_probs: Tensor, *args: object) -> Tensor:
     """Returns the gradient of `log_probs`."""
     *tensors, blank, zero_infinity = args
     found = aten._ctc_loss.Tensor(log_probs, *tensors, blank, zero_infinity)
@@ -42,16 +43,16 @@ def ctc_losses_backward(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
 
 
 @ctc_losses_backward.register_fake
-def _(grad: Tensor, log_probs: Tensor, *args: Any) -> Tensor:
+def _(grad: Tensor, log_probs: Tensor, *args: object) -> Tensor:
     return torch.empty_like(log_probs)
 
 
-def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+def _save(ctx: Context, inputs: Sequence[object], output: Tensor) -> None:
     *tensors, ctx.blank, ctx.zero_infinity = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     found = ctc_losses_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero_infinity)
     return found, None, None, None, None, None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from torchshard.core.types import Context
 
 
 @torch.library.custom_op(
@@ -50,13 +51,9 @@ def _groups(offs: Tensor) -> Iterator[slice]:
         start = end
 
 
-def _save(ctx: Any, inputs: Sequence[Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *grouped_mm_backward(grad, *ctx.saved_tensors), None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_save)
+grouped_mm.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
 GROUPED_MM = torch.ops.torchshard.grouped_mm.default

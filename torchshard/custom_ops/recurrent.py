@@ -74,16 +74,14 @@ class RecurrentCall(WholeCall):
     """A call of a recurrent function, for all steps and layers."""
 
     device: str = "cpu"
-    """The device type: dropout between layers draws from PyTorch's RNG on CPUs, from cuDNN's on
-    GPUs."""
+    """The device type: dropout between layers draws from PyTorch's RNG on CPUs, from cuDNN's on GPUs."""
 
     def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
         """Returns the arguments by name, plus the device type, which the rule needs."""
         return dict(zip(ARGUMENTS, self.rebuild(operands)[0], strict=True)) | {"device": self.device}
 
     def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
-        """Runs PyTorch's kernel; on fake tensors only computes shapes: PyTorch would unroll all
-        steps."""
+        """Runs PyTorch's kernel; on fake tensors only computes shapes: PyTorch would unroll all steps."""
         if not is_fake(args[0]):
             return self.function(*args)
         self.device, self.uses_rng = args[0].device.type, uses_rng(dict(zip(ARGUMENTS, args, strict=True)))

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from torchshard.core.autocast import Autocast, autocasting
+from torchshard.core.modules import TensorDict
 from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.fx_types import Argument, Target
 
@@ -49,8 +50,7 @@ class WholeCall:
     uses_rng: bool = False
     """Whether the call draws random numbers."""
     seeds: bool = False
-    """Whether the call seeds from the system; ranks draw the seed from their common RNG state
-    instead."""
+    """Whether the call seeds from the system; ranks draw the seed from their common RNG state instead."""
     autocast: Autocast = ()
     """The autocast state of the call."""
     modules: dict[int, nn.Module] = field(default_factory=dict)
@@ -147,9 +147,8 @@ class HookCall(WholeCall):
         return {"self": operands[0]}
 
 
-def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Returns the parameters and buffers of modules: (dict that has the tensor, its name there,
-    tensor)."""
+def state_of(modules: Iterable[nn.Module]) -> list[tuple[TensorDict, str, Tensor]]:
+    """Returns the parameters and buffers of modules: (dict that has the tensor, its name there, tensor)."""
     dicts = {id(d): d for top in modules for m in top.modules() for d in (m._parameters, m._buffers)}
     return [(holder, name, t) for holder in dicts.values() for name, t in holder.items() if isinstance(t, Tensor)]
 

@@ -25,8 +25,5 @@ def _(x: Tensor, value: Tensor) -> Tensor:
     return torch.empty_like(value)
 
 
-with_value.register_autograd(
-    lambda ctx, grad: (grad, None),
-    setup_context=lambda ctx, inputs, output: None,
-)
+with_value.register_autograd(lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None)
 WITH_VALUE = torch.ops.torchshard.with_value.default

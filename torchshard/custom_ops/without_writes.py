@@ -32,8 +32,7 @@ class WithoutWrites:
         return str(self.op)
 
     def __call__(self, *values: Argument) -> tuple[Argument, ...]:
-        """Returns the op's results that are not arguments, then new values of arguments it writes
-        to."""
+        """Returns the op's results that are not arguments, then new values of arguments it writes to."""
         arguments, written = list(values), list[Tensor]()
         for i, argument in enumerate(self.op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,8 +1,7 @@
 """Converts a graph to plain data for JSON, and back.
 
-Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. The
-data contains no code: names are looked up among the ops of PyTorch and this library, and among the
-few Python functions that graphs call.
+Ops are written as names, values as types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. Names
+are looked up among ops, and among the few Python functions that graphs call: data contains no code.
 
 `torch.export.save` (`torch/_export/serde`, PyTorch 2.13) writes an `ExportedProgram` with its
 weights and signature. A graph here is a plain `fx.Graph` with collectives and layouts in its meta,
@@ -15,21 +14,22 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict
 
 import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, ShapeGuard
 from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from torchshard.core.fakes import new_fake_mode
-from torchshard.core.types import is_of, texts
+from torchshard.core.types import Json, is_of, texts
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.ir.editing import empty_module
-from torchshard.ir.graph import fake_mode
+from torchshard.ir.sizes import Equal
 
 META = {
     "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,
@@ -45,14 +45,14 @@ _OF_NUMBERS = {
     torch: "sym_float sym_fresh_size sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum",
 }
 """The Python functions that a graph may call: they compute numbers and have no side effects."""
-_PYTHONS: Mapping[str, Callable[..., Any]] = {
+_PYTHONS: Mapping[str, Callable[..., object]] = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module, names in _OF_NUMBERS.items()
     for name in names.split()
     if hasattr(module, name)
 }
 _NAMES = {function: name for name, function in _PYTHONS.items()}
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {
     **{cls.__name__: cls for cls in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational)},
     **{name: getattr(functions, name) for name in (*functions.__all__, "Max", "Min")},
 }
@@ -64,19 +64,17 @@ _CONSTANTS = {
 }  # fmt: skip
 
 
-Equal = Mapping[sympy.Symbol, sympy.Expr]
-"""Known equalities of dynamic sizes: symbol -> another symbol, or an expression."""
+class GraphData(TypedDict):
+    """A graph as JSON-compatible data."""
+
+    nodes: list[dict[str, object]]
+    sizes: dict[str, tuple[int, int, int | None]]
+    """Name of a dynamic size -> (value in the example inputs, lower bound, upper bound or None)."""
+    named_sizes: dict[str, object]
+    """Name that the user gave a size -> its expression."""
 
 
-def equal_sizes(module: fx.GraphModule) -> Equal:
-    """Returns the known equalities of a graph's sizes.
-
-    Call this before planning, which adds more: `graph_data` must write only the earlier ones.
-    """
-    return dict(getattr(getattr(fake_mode(module.graph), "shape_env", None), "replacements", {}))
-
-
-def graph_data(module: fx.GraphModule, equal: Equal) -> dict[str, Any]:
+def graph_data(module: fx.GraphModule, equal: Equal) -> GraphData:
     """Returns the part of a graph that planning needs, as JSON-compatible data.
 
     Args:
@@ -86,27 +84,23 @@ def graph_data(module: fx.GraphModule, equal: Equal) -> dict[str, Any]:
         ValueError: a part of the graph can't be written; the message names it.
     """
     writer = _Writer(equal)
-    nodes = [writer.node(node) for node in module.graph.nodes]
+    nodes = [writer.node(node) for node in module.graph.nodes]  # collects the sizes
     named = {word: writer.size(size) for word, size in module.meta.get("named_sizes", {}).items()}
     return {"nodes": nodes, "sizes": writer.sizes, "named_sizes": named}
 
 
-def graph_from(data: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[str, sympy.Symbol]]:
+def graph_from(data: GraphData) -> tuple[fx.GraphModule, dict[str, sympy.Symbol]]:
     """Returns (the graph that was written, with values on the CPU; its dynamic sizes by name).
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the data is not a result of `graph_data`,
             or names an op that does not exist.
     """
-    reader = _Reader(data["sizes"])
-    module = empty_module({"recordings": {}})
+    reader, module = _Reader(data["sizes"]), empty_module({"recordings": {}})
     for each in data["nodes"]:
         reader.add(module.graph, each)
     module.meta["named_sizes"] = {word: reader.size(size) for word, size in data["named_sizes"].items()}
     return module, reader.symbols
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 class _Writer:
@@ -115,11 +109,10 @@ class _Writer:
     def __init__(self, equal: Equal) -> None:
         self._equal = equal
         self.sizes: dict[str, tuple[int, int, int | None]] = {}
-        """Name -> (value in the example inputs, lower bound, upper bound or None)."""
 
-    def node(self, node: fx.Node) -> dict[str, Any]:
+    def node(self, node: fx.Node) -> dict[str, object]:
         """Returns a node's call, value and facts as data."""
-        found: dict[str, Any] = {"name": node.name, "op": node.op}
+        found: dict[str, object] = {"name": node.name, "op": node.op}
         if node.op == "call_function":
             found["target"] = _target_name(node)
         if node.args and node.op != "placeholder":
@@ -130,7 +123,7 @@ class _Writer:
             found["val"] = self.value(node.meta["val"])
         return found | {key: node.meta[key] for key in META if key in node.meta}
 
-    def value(self, value: object) -> Any:
+    def value(self, value: object) -> object:
         """Returns a fake value as data: its type, without contents."""
         if isinstance(value, (list, tuple)):
             return {"several": [self.value(item) for item in value]}
@@ -145,7 +138,7 @@ class _Writer:
             return {"value": value}
         raise ValueError(f"a value is a {type(value).__name__}")
 
-    def size(self, size: int | torch.SymInt) -> Any:
+    def size(self, size: int | torch.SymInt) -> object:
         """Returns a size as data: a number or an expression."""
         if isinstance(size, int):
             return size
@@ -170,7 +163,7 @@ def _target_name(node: fx.Node) -> str:
     return name
 
 
-def _argument_data(arg: object) -> Any:
+def _argument_data(arg: object) -> object:
     if isinstance(arg, fx.Node):
         return {"node": arg.name}
     if isinstance(arg, (list, tuple)):
@@ -191,7 +184,7 @@ def _argument_data(arg: object) -> Any:
     raise ValueError(f"an argument is a {type(arg).__name__}")
 
 
-def _expr_data(expr: sympy.Expr) -> Any:
+def _expr_data(expr: sympy.Expr) -> object:
     """Returns a size's expression: a number, a symbol's name, or [function, *arguments]."""
     if expr.is_Integer:
         return int(expr)
@@ -205,13 +198,10 @@ def _expr_data(expr: sympy.Expr) -> Any:
     return [name, *map(_expr_data, expr.args)]
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
-class _Unasked(list[Any]):
+class _Unasked(list[ShapeGuard]):
     """Drops guards on sizes: the graph's assumptions were settled when it was captured."""
 
-    def append(self, assumption: Any) -> None:
+    def append(self, assumption: ShapeGuard) -> None:
         """Drops the guard."""
 
 
@@ -234,7 +224,7 @@ class _Reader:
         self._env.var_to_range[symbol] = ValueRanges(least, int_oo if most is None else most)
         return symbol
 
-    def add(self, graph: fx.Graph, data: Mapping[str, Any]) -> None:
+    def add(self, graph: fx.Graph, data: Json) -> None:
         """Appends a node to the graph."""
         args = tuple(self._argument(arg) for arg in data.get("args", ()))
         kwargs = {name: self._argument(arg) for name, arg in data.get("kwargs", {}).items()}
@@ -251,7 +241,7 @@ class _Reader:
             node.meta["val"] = self._value(data["val"])
         self._nodes[name] = node
 
-    def size(self, data: Any) -> int | torch.SymInt:
+    def size(self, data: Json) -> int | torch.SymInt:
         """Returns a size from its expression."""
         expr = self._expr(data)
         if expr.is_Integer:
@@ -259,7 +249,7 @@ class _Reader:
         hint = int(expr.xreplace(self._env.backed_var_to_val))
         return self._env.create_symintnode(expr, hint=hint)
 
-    def _expr(self, data: Any) -> sympy.Expr:
+    def _expr(self, data: Json) -> sympy.Expr:
         if isinstance(data, int):
             return sympy.Integer(data)
         if isinstance(data, str):
@@ -267,7 +257,7 @@ class _Reader:
         name, *parts = data
         return _FUNCTIONS[name](*map(self._expr, parts))
 
-    def _argument(self, data: Any) -> Any:
+    def _argument(self, data: Json) -> Argument:
         if isinstance(data, list):
             return [self._argument(item) for item in data]
         if not isinstance(data, dict):
@@ -283,7 +273,7 @@ class _Reader:
             return torch.device("cpu")
         return float(value) if kind == "float" else _CONSTANTS[kind][value]
 
-    def _value(self, data: Mapping[str, Any]) -> Any:
+    def _value(self, data: Json) -> object:
         if "several" in data:
             return [self._value(item) for item in data["several"]]
         if "size" in data:
@@ -300,7 +290,7 @@ class _Reader:
         return made.requires_grad_(data["requires_grad"])
 
 
-def _target(name: str) -> Callable[..., Any]:
+def _target(name: str) -> Callable[..., object]:
     if name in _PYTHONS:
         return _PYTHONS[name]
     namespace, op, overload = name.split(".")

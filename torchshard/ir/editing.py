@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import RuleError, ShardError, in_short
+from torchshard.ir.effects import writes
 from torchshard.ir.fake_values import fake_value
-from torchshard.ir.graph import ORIGIN, fake_mode, is_float, values, where, writes
+from torchshard.ir.graph import ORIGIN, fake_mode, is_float, values, where
 from torchshard.ops import is_collective
+
+T = TypeVar("T")
 
 
 def drop_dead_code(module: fx.GraphModule) -> bool:
@@ -55,9 +58,7 @@ def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
             )
 
 
-def record(
-    graph: fx.Graph, function: Callable[..., Any], args: Iterable[Argument], kwargs: Mapping[str, Argument]
-) -> Any:
+def record(graph: fx.Graph, function: Callable[..., T], args: Iterable[Argument], kwargs: Mapping[str, Argument]) -> T:
     """Traces a function into a graph, appending its ops; node arguments become Proxies."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
@@ -72,10 +73,10 @@ def record(
 def record_local(
     graph: fx.Graph,
     node: fx.Node,
-    function: Callable[..., Any],
+    function: Callable[..., T],
     args: Iterable[Argument],
     kwargs: Mapping[str, Argument],
-) -> Any:
+) -> T:
     """Traces a rule's local function into a graph, in place of a node's op.
 
     Raises:
@@ -115,7 +116,7 @@ def duplicate(module: fx.GraphModule) -> fx.GraphModule:
     return result
 
 
-def empty_module(meta: Mapping[str, Any]) -> fx.GraphModule:
+def empty_module(meta: Mapping[str, object]) -> fx.GraphModule:
     """Returns a module with an empty graph.
 
     Call `recompile()` before calling it. Most graphs are only read or run node by node, and

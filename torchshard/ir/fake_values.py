@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import sympy
 import torch
@@ -146,7 +146,7 @@ def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: M
 
 def in_numbers(value: T) -> T:
     """Replaces dynamic sizes by those of the example inputs; tensors are replaced by new ones."""
-    return cast(T, map_aggregate(cast(Any, value), _in_numbers))
+    return cast(T, map_aggregate(cast(Argument, value), _in_numbers))
 
 
 def _in_numbers(value: Argument) -> Argument:

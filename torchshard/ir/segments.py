@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from torchshard.ir.graph import is_view
+from torchshard.ir.effects import is_view
 
 
 def ops_of(graph: fx.Graph) -> Iterator[fx.Node]:

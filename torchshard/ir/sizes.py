@@ -1,4 +1,4 @@
-"""Readable names for a graph's dynamic sizes: `f32[batch,length,256]` instead of symbols."""
+"""Readable names for a graph's dynamic sizes, `f32[batch,length,256]`, and the known equalities of sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from torch import Tensor, fx
 
 from torchshard.core.layouts import dtype_text
 from torchshard.core.sharding import UNSHARDED, Sharding, split_text
+from torchshard.ir.effects import carried_inputs
 from torchshard.ir.fake_values import Size, hint, size_expr
-from torchshard.ir.graph import carried_inputs, is_tensor, placeholders
+from torchshard.ir.graph import fake_mode, is_tensor, placeholders
 
 WORDS = ("batch", "length")
 """The first dim of a call's tensors, and later dims; a second size of one kind is `length_2`."""
@@ -93,3 +94,15 @@ def value_text(
 def _text(size: object, names: Names) -> str:
     expr = getattr(getattr(size, "node", None), "expr", None)
     return str(size) if expr is None else str(expr.xreplace(names))
+
+
+Equal = Mapping[sympy.Symbol, sympy.Expr]
+"""Known equalities of dynamic sizes: symbol -> another symbol, or an expression."""
+
+
+def equal_sizes(module: fx.GraphModule) -> Equal:
+    """Returns the known equalities of a graph's sizes.
+
+    Call this before planning, which adds more: `ir.data.graph_data` must write only the earlier ones.
+    """
+    return dict(getattr(getattr(fake_mode(module.graph), "shape_env", None), "replacements", {}))

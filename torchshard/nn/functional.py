@@ -13,7 +13,6 @@ of one rank, these call PyTorch's own functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -22,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Shard, type_text
-from torchshard.distributed.eager import needs_gradient, own_dim, verify_tensor_call, whole_size
-from torchshard.distributed.group import CheckLevel, Group, own_group
+from torchshard.core.layouts import I, Shard
+from torchshard.distributed.eager import own_dim
+from torchshard.distributed.group import Group, own_group
+from torchshard.nn.call_checks import check_class_weights, check_dim, check_features, global_size, tensor_fact
 from torchshard.nn.one_op import Piece, convert, run
-from torchshard.runtime.digests import is_here, values_digest
 
 aten = torch.ops.aten
 Reduction = Literal["none", "mean", "sum"]
@@ -46,7 +45,7 @@ class LinearOptions(NamedTuple):
 
     def check(self) -> None:
         """Raises InputError if an option does not fit the split."""
-        _check_dim(self.dim, "linear")
+        check_dim(self.dim, "linear")
         by_columns = self.dim in (1, -1)
         if (self.input_is_parallel and self.dim != 0) or (self.gather_output and not by_columns):
             raise InputError(
@@ -60,7 +59,7 @@ class LinearOptions(NamedTuple):
         """Raises InputError if an option, or the input to this rank's weight, does not fit."""
         self.check()
         if self.input_is_parallel or self.dim != 0:
-            _check_features(input, weight.shape[1], "the whole input, or input_is_parallel as the input is")
+            check_features(input, weight.shape[1], "the whole input, or input_is_parallel as the input is")
 
 
 def parallel_linear(
@@ -122,7 +121,7 @@ def _linear_by_rows(
     if options.input_is_parallel:
         options.check_input(input, weight)
     else:
-        _check_features(input, in_features, "the whole input, or input_is_parallel=True for this rank's slice of it")
+        check_features(input, in_features, "the whole input, or input_is_parallel=True for this rank's slice of it")
     layout = Shard(input.ndim - 1) if options.input_is_parallel else I
     x = Piece(input, layout, (*input.shape[:-1], in_features))
     w = Piece(weight, Shard(1), (weight.shape[0], in_features))
@@ -136,21 +135,11 @@ def _linear_size(
 ) -> int:
     """Returns the global size of the weight's split dim, after the ranks have verified the call."""
     facts = {
-        "input": _tensor_fact(input, input.shape[:-1]), "input_is_parallel": options.input_is_parallel,
-        "bias": _tensor_fact(bias, ()),
+        "input": tensor_fact(input, input.shape[:-1]), "input_is_parallel": options.input_is_parallel,
+        "bias": tensor_fact(bias, ()),
     }  # fmt: skip
     check = partial(options.check_input, input, weight)
-    return _global_size(group, "parallel_linear", weight, 1 if options.dim == 0 else 0, size, check, facts)
-
-
-def _check_features(input: Tensor, expected: int, attempt: str) -> None:
-    if not input.ndim or input.shape[-1] != expected:
-        raise InputError(
-            "the input's last dim does not fit the weight",
-            where="parallel_linear, input",
-            why=f"its shape is {tuple(input.shape)}, this rank takes {expected} features",
-            attempt=attempt,
-        )
+    return global_size(group, "parallel_linear", weight, 1 if options.dim == 0 else 0, size, check, facts)
 
 
 # --- embedding -------------------------------------------------------------------------------------------------------
@@ -190,7 +179,7 @@ def parallel_embedding(
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     facts = {"padding_idx": padding_idx, "scale": scale_grad_by_freq, "max_norm": max_norm, "sparse": sparse}
     split = 0 if dim == 0 else 1
-    whole = _global_size(group, "parallel_embedding", weight, split, size, check, facts, same=input)
+    whole = global_size(group, "parallel_embedding", weight, split, size, check, facts, same=input)
     return _split_embedding(group, input, weight, padding_idx, scale_grad_by_freq, split, whole)
 
 
@@ -206,7 +195,7 @@ def _split_embedding(
 
 def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> None:
     """Raises InputError if the options exclude a split."""
-    _check_dim(dim, "embedding")
+    check_dim(dim, "embedding")
     for is_set, where, why in (
         (max_norm is not None, "max_norm=", "it changes rows of the table while they are looked up"),
         (sparse, "sparse=True", "the gradient of a slice is dense"),
@@ -277,7 +266,7 @@ def parallel_cross_entropy(
         options.check()
         return F.cross_entropy(input, target, weight, **options._asdict())
     facts = {"weight": weight is not None, **options._asdict()}
-    whole = _global_size(group, "parallel_cross_entropy", input, dim, size, options.check, facts, same=target)
+    whole = global_size(group, "parallel_cross_entropy", input, dim, size, options.check, facts, same=target)
     return _split_cross_entropy(group, input, target, weight, own_dim(input, dim), whole, options)
 
 
@@ -286,7 +275,7 @@ def _split_cross_entropy(
 ) -> Tensor:
     class_dim = min(1, input.ndim - 1)
     shape = (*input.shape[:split], whole, *input.shape[split + 1 :])
-    _check_class_weights(weight, shape[class_dim])
+    check_class_weights(weight, shape[class_dim])
     # PyTorch's function casts the labels and, in autocast, the logits; the op itself does neither.
     target = target if target.is_floating_point() else target.long()
     input = input.float() if torch.is_autocast_enabled(input.device.type) else input
@@ -297,69 +286,3 @@ def _split_cross_entropy(
     logits = Piece(input, Shard(split), shape)
     loss = run(aten.cross_entropy_loss.default, axis, group, logits, labels, class_weights, *settings)
     return convert(loss, I, group)
-
-
-def _check_class_weights(weight: Tensor | None, classes: int) -> None:
-    if weight is not None and weight.shape != (classes,):
-        raise InputError(
-            "the classes' weights do not fit the logits",
-            where="parallel_cross_entropy, weight",
-            why=f"their shape is {tuple(weight.shape)}, there are {classes} classes",
-            attempt="the weights of all classes, on every rank",
-        )
-
-
-# --- verifying calls -------------------------------------------------------------------------------------------------
-
-
-def _check_dim(dim: int | None, what: str) -> None:
-    if dim not in (None, 0, 1, -1):
-        raise InputError(
-            f"the weight of a {what} can't be split by dim {dim}",
-            where="dim=",
-            why="it has two dims",
-            attempt="0, 1 or -1",
-        )
-
-
-def _tensor_fact(x: Tensor | None, shape: Sequence[int]) -> str | None:
-    """Returns the facts about a tensor that must match on all ranks.
-
-    They include whether it needs a gradient, because its backward communicates.
-    """
-    if x is None:
-        return None
-    gradient = " with a gradient" if needs_gradient(x) else ""
-    return f"{type_text(x.dtype, shape)}{gradient}"
-
-
-def _values_fact(x: Tensor) -> str:
-    """Returns the facts about indices or labels that must match, with a checksum of values."""
-    text = f"{_tensor_fact(x, x.shape)}"
-    if is_here(x) and not x.is_floating_point() and own_group().level is not CheckLevel.OFF:
-        return f"{text}, checksum {values_digest(x):x}"
-    return text
-
-
-def _global_size(
-    group: Group,
-    name: str,
-    x: Tensor,
-    dim: int,
-    size: int | None,
-    check: Callable[[], None],
-    facts: Mapping[str, Hashable],
-    same: Tensor | None = None,
-) -> int:
-    """Returns the global size of a split dim. The ranks verify the call in the same message.
-
-    Args:
-        check: raises if this rank can't make the call; the other ranks then raise too.
-        facts: must match on all ranks.
-        same: a tensor that must have the same values on all ranks.
-    """
-    if torch.compiler.is_compiling():  # a compiled graph can't contain a verification's messages
-        return whole_size(name, x, dim, size, None, group)
-    values = {} if same is None else {"values": _values_fact(same)}
-    sizes = verify_tensor_call(group, name, x, dim, check, size=size, **values, **facts)
-    return whole_size(name, x, dim, size, sizes, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ SENDING = frozenset(ROUNDS)
 """The kernels that communicate."""
 
 
-def _declare(name: str, schema: str, *tags: torch.Tag) -> OpOverload[..., Any]:
+def _declare(name: str, schema: str, *tags: torch.Tag) -> Op:
     LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag, *tags))
-    op: OpOverload[..., Any] = getattr(torch.ops.torchshard, name).default
+    op: Op = getattr(torch.ops.torchshard, name).default
     return op
 
 

@@ -21,7 +21,8 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.modules import storage_id
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.ir.editing import emit
-from torchshard.ir.graph import bound_args, is_float, is_inplace, is_tensor, where
+from torchshard.ir.effects import is_inplace
+from torchshard.ir.graph import bound_args, is_float, is_tensor, where
 from torchshard.passes.nodes import read_sizes
 
 aten = torch.ops.aten
@@ -34,6 +35,10 @@ SAME_VALUES = {
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten.view_as.default,
+}  # fmt: skip
+_OWN_INVERSES = {
+    aten._conj.default, aten._neg_view.default, aten.t.default, aten.mT.default, aten.transpose.int,
+    aten.swapaxes.default,
 }  # fmt: skip
 
 
@@ -164,12 +169,8 @@ def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx
         return emit(module, aten.view_as_complex.default, (dense,), view)
     if target is aten.view_as_complex.default:
         return _as_real(module, value, view)
-    if target in (aten._conj.default, aten._neg_view.default):
-        return emit(module, target, (value,), view)
-    if target in (aten.transpose.int, aten.swapaxes.default):
+    if target in _OWN_INVERSES:
         return emit(module, target, (value, *list(args.values())[1:]), view)
-    if target in (aten.t.default, aten.mT.default):
-        return emit(module, target, (value,), view)
     if target in (aten.movedim.int, aten.movedim.intlist):
         return emit(module, target, (value, args["destination"], args["source"]), view)
     if target is aten.permute.default:

@@ -18,7 +18,8 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import module_around
 from torchshard.core.rows import Choice, Row
-from torchshard.ir.graph import bound_args, is_tensor_op, layout_of, node_row, uses_rng, where, whole_choice
+from torchshard.ir.effects import uses_rng
+from torchshard.ir.graph import bound_args, is_tensor_op, layout_of, node_row, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.data import AxisPlan
 

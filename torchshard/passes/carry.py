@@ -17,7 +17,8 @@ from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.editing import duplicate, name_after
-from torchshard.ir.graph import ORIGIN, global_shape, is_kept_split, is_tensor, layout_of
+from torchshard.ir.effects import is_kept_split
+from torchshard.ir.graph import ORIGIN, global_shape, is_tensor, layout_of
 
 
 def carry(module: fx.GraphModule, changes: Changes) -> bool:

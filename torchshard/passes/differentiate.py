@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -111,7 +110,7 @@ class _Joint:
                 tangent = self._placeholder(name, known)
                 self._gradients[result.name] += [tangent] * given[number]
 
-    def _placeholder(self, name: str, known: dict[str, Any]) -> fx.Node:
+    def _placeholder(self, name: str, known: dict[str, object]) -> fx.Node:
         node = self._graph.placeholder(name)
         node.name = node.target = name
         node.meta = known | {"is_backward": False}
@@ -158,7 +157,7 @@ class _Joint:
             if node.op != "call_function" or node.meta["is_backward"] is not is_backward:
                 continue
             copy = copies[node] = self._graph.node_copy(node, lambda n: copies[n])
-            known: dict[str, Any] = {}
+            known: dict[str, object] = {}
             origin = None if node.meta["origin"] is None else nodes[node.meta["origin"]]
             if "value" in node.meta:
                 value = nodes[node.meta["value"]]
@@ -186,7 +185,7 @@ class _Joint:
 _PLACE = ("module", "source")
 
 
-def _gradient_meta(value: fx.Node, *others: fx.Node) -> dict[str, Any]:
+def _gradient_meta(value: fx.Node, *others: fx.Node) -> dict[str, object]:
     """Metadata of the gradient of a value, or of several values that share one gradient."""
     known = {key: value.meta[key] for key in (*_PLACE, "global_shapes") if key in value.meta}
     layouts: tuple[Layout, ...] = value.meta.get("layouts", ())

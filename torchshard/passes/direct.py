@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -29,8 +28,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchshard.core.fakes import new_fake_mode
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.editing import duplicate
+from torchshard.ir.effects import reads_memory, uses_rng
 from torchshard.ir.fake_values import faking, in_numbers
-from torchshard.ir.graph import is_tensor, reads_memory, uses_rng
+from torchshard.ir.graph import is_tensor
 from torchshard.ir.listing import purpose
 from torchshard.ops import OPS, Begin, kernels, wait
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
@@ -70,7 +70,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., Any]:
+def _traced(function: Callable[..., object], collective: fx.Node) -> Callable[..., object]:
     """A collective, or its begin or wait, labelled for profilers: 'begin_reduce in down, for down'."""
     module = collective.meta.get("module") or "the model"
     label = f"{function.__name__} in {module}, {purpose(collective, {})}"
@@ -78,7 +78,7 @@ def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., 
     is_watched = torch.autograd._profiler_enabled
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args: object) -> object:
         if not is_watched():
             return function(*args)
         with torch.profiler.record_function(label):
@@ -117,26 +117,26 @@ def function_of(node: fx.Node) -> Target:
         return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
 
 
-def _candidates(op: Target) -> Iterator[Callable[..., Any]]:
+def _candidates(op: Target) -> Iterator[Callable[..., object]]:
     assert isinstance(op, OpOverload)
     name = op._schema.name.removeprefix("aten::")
     found = (getattr(owner, name) for owner in _BINDINGS if hasattr(owner, name))
     return (function for function in found if _is_found_by_name(function))
 
 
-def _is_found_by_name(function: Callable[..., Any]) -> bool:
+def _is_found_by_name(function: Callable[..., object]) -> bool:
     """Whether fx's name for a function resolves to it; some bindings, as `__rshift__`, lack a name."""
     try:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError):
         return False
-    found: Any = torch
+    found: object = torch
     for part in name.split(".")[1:]:
         found = getattr(found, part, None)
     return found is function
 
 
-def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
+def _runs(function: Callable[..., object], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
     """Whether a function runs the same ops as an op on the same arguments, and returns the same."""
     assert isinstance(op, OpOverload)
     calls, wanted = _Calls(), _Calls()
@@ -158,14 +158,16 @@ class _Calls(TorchDispatchMode):
         self.made: list[tuple[object, str]] = []
         self._seen: dict[int, Tensor] = {}
 
-    def watch(self, function: Callable[..., Any], args: Sequence[Argument], kwargs: dict[str, Argument]) -> None:
+    def watch(self, function: Callable[..., object], args: Sequence[Argument], kwargs: dict[str, Argument]) -> None:
         """Records the ops that a function calls, and its result."""
         self._text((args, kwargs))  # numbers the operands in this order
         with self:
             found = function(*args, **kwargs)
         self.made.append(("result", self._text(tree_leaves(found))))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs an op and records it."""
         if func.namespace == "aten":
             self.made.append((func, self._text((args, kwargs or {}))))

@@ -24,20 +24,17 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor, fx
-from torch.autograd.graph import saved_tensors_hooks
+from torch import fx
 from torch.fx.node import Argument
 
-from torchshard.core.modules import storage_id
 from torchshard.core.overloads import functional_overload
-from torchshard.custom_ops.store import STORE
-from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
 from torchshard.ir.editing import emit
-from torchshard.ir.fake_values import faking
-from torchshard.ir.graph import bound_args, fake_mode, is_inplace, is_tensor, writes
+from torchshard.ir.effects import is_inplace
+from torchshard.ir.graph import bound_args, is_tensor
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
-from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of, read_by
+from torchshard.passes.nodes import int_arg, node_arg, operator_of
+from torchshard.passes.stores import store_written
 
 aten = torch.ops.aten
 
@@ -81,7 +78,7 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
             aliases.note_view(node)
             node.args = fx.map_arg(node.args, lambda n: aliases.current(n))
             node.kwargs = fx.map_arg(node.kwargs, lambda n: aliases.current(n))
-    _store_written(aliases)
+    store_written(aliases)
     for node in reversed(writes):
         for result in [*node.users, node]:
             module.graph.erase_node(result)
@@ -279,94 +276,3 @@ _DRAWN = {
     aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.random.default,
     aten.log_normal.default, aten.cauchy.default, aten.geometric.default, aten.bernoulli.p,
 }  # fmt: skip
-
-
-def _store_written(aliases: Aliases) -> None:
-    """Stores the final value of each written buffer and parameter; refuses writes to constants."""
-    graph = aliases.module.graph
-    for root in list(aliases.version):
-        if root.op != "placeholder" or root.meta["kind"] == "input":
-            continue  # values written to the call's arguments are results of the graph
-        if root.meta["kind"] == "constant":
-            raise refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
-        value = aliases.current(root)
-        if root.meta["kind"] == "parameter":
-            value = _without_gradient(aliases, root, value)
-        else:
-            _keep_what_is_read(aliases, root)
-        with graph.inserting_before(graph.output_node()):
-            target = STORE if root.meta["kind"] == "parameter" else aten.copy_.default
-            emit(aliases.module, target, (root, value), root)
-
-
-def _without_gradient(aliases: Aliases, root: fx.Node, value: fx.Node) -> fx.Node:
-    """The value to store in a parameter, unwrapped from a `with_value`.
-
-    Raises:
-        CaptureError: the value has a gradient of its own, or a gradient is computed from the
-            overwritten value. Eager PyTorch raises in the second case too; if the write is through
-            `.data`, it computes the gradient from the new value.
-    """
-    if value.target is WITH_VALUE:
-        value = node_arg(value, 1)
-    if not torch.is_grad_enabled():
-        return value
-    if aliases.wants_grad(value):
-        raise refused(root, f"parameter {root.meta['path']} would hold a value that has a gradient", _UNDER_NO_GRAD)
-    old = [node for node in aliases.sharing[storage(root)] if not is_inplace(node)]
-    for reader in (user for node in old for user in node.users if _saves_for_gradient(aliases, user, node)):
-        why = f"the gradient of {reader.name} is computed of parameter {root.meta['path']}, which is written to later"
-        raise refused(reader, why, "the write before the first use of the parameter, or outside of forward")
-    return value
-
-
-_UNDER_NO_GRAD = "the write under torch.no_grad(), of a detached value"
-
-
-def _saves_for_gradient(aliases: Aliases, reader: fx.Node, value: fx.Node) -> bool:
-    """Whether the gradient of an op is wanted, and autograd saves an operand for it."""
-    if not aliases.wants_grad(reader) or not _reaches_results(aliases, reader):
-        return False
-    saved = set[int]()
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.add(storage_id(tensor))
-        return tensor
-
-    def leaf(node: fx.Node) -> object:
-        val = node.meta["val"]
-        return val.detach().requires_grad_(aliases.wants_grad(node)) if is_tensor(node) else val
-
-    args, kwargs = fx.map_arg((reader.args, reader.kwargs), leaf)  # type: ignore[arg-type]
-    with faking(fake_mode(aliases.module.graph)), torch.enable_grad(), saved_tensors_hooks(note, lambda t: t):
-        call_target(reader, args, kwargs)
-    return storage(value) in saved
-
-
-def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
-    """Whether a gradient of the results flows back to a value."""
-    pending, seen = [node], {node}
-    while pending:
-        users = set(pending.pop().users)
-        if any(user.op == "output" for user in users):
-            return True
-        new = [user for user in users - seen if aliases.wants_grad(user)]
-        seen.update(new)
-        pending += new
-    return False
-
-
-def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:
-    """Lets an op read a copy of a written buffer if its backward may save the buffer.
-
-    Otherwise autograd would raise for `y = x * self.scale`, because the final `copy_` modifies a
-    saved tensor. A view of the buffer counts as the buffer. Norms that read and update their
-    statistics in one op are left out.
-    """
-    readers = [n for n in root.users if not writes(n) and any(map(aliases.wants_grad, read_by(n)))]
-    if readers:
-        first = min(readers, key=list(aliases.module.graph.nodes).index)
-        with aliases.module.graph.inserting_before(first):
-            earlier = emit(aliases.module, aten.clone.default, (root,), root)
-        for reader in readers:
-            reader.replace_input_with(root, earlier)

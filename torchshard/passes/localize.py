@@ -11,7 +11,7 @@ global: they are sizes of inputs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
@@ -20,10 +20,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torchshard.core.choices import replacement_on
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
+from torchshard.core.rows import LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.ir.editing import drop_dead_code, emit, record_local
+from torchshard.ir.effects import reads_memory
 from torchshard.ir.fake_values import plain_shape
-from torchshard.ir.graph import ORIGIN, fake_mode, is_own_collective, is_tensor, multiples_of, reads_memory, values
+from torchshard.ir.graph import ORIGIN, fake_mode, is_own_collective, is_tensor, multiples_of, values
 from torchshard.ops import OPS
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
@@ -170,7 +172,7 @@ def _like(operand: fx.Node, made: fx.Node) -> fx.Node:
     return made
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, replacement: Callable[..., object]) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn) -> None:
     """Traces a rule's replacement into the graph instead of the op."""
     graph, before = module.graph, node.prev
     with graph.inserting_before(node):

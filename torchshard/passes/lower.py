@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchshard.core.conversions import source_and_target
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.ir.editing import name_after
 from torchshard.ir.fake_values import faking
 from torchshard.ir.graph import fake_mode, placeholders, results_of
@@ -63,7 +63,7 @@ def _traced(node: fx.Node, op: object, traced: Traced) -> fx.Graph:
     return traced[key]
 
 
-def _computed(op: object, args: Sequence[Any], x: Tensor) -> list[Tensor]:
+def _computed(op: object, args: Sequence[Argument], x: Tensor) -> list[Tensor]:
     """The computation of a collective's operator, in functional collectives."""
     group, run = args[-1], kernels()
     if op not in OPS:

@@ -17,8 +17,9 @@ from torch import Tensor, fx
 
 from torchshard.core.errors import CaptureError
 from torchshard.ir.editing import emit
+from torchshard.ir.effects import reads_memory
 from torchshard.ir.fake_values import hint
-from torchshard.ir.graph import bound_args, is_tensor, op_name, reads_memory, where
+from torchshard.ir.graph import bound_args, is_tensor, op_name, where
 from torchshard.passes.nodes import named_as, node_arg
 
 aten = torch.ops.aten

@@ -8,7 +8,6 @@ on a graph that breaks them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +18,7 @@ from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
 from torchshard.ir.editing import emit
-from torchshard.ir.graph import is_view
+from torchshard.ir.effects import is_view
 
 aten = torch.ops.aten
 
@@ -59,12 +58,12 @@ def operator_of(node: fx.Node) -> OpOverload[..., object]:
     return node.target
 
 
-def _group_norm(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _group_norm(x: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     found: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(_without_gaps(x, x), *rest)
     return found
 
 
-def _group_norm_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _group_norm_backward(grad: Tensor, x: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     operands = _without_gaps(grad, x), _without_gaps(x, x)
     found: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm_backward.default(*operands, *rest)
     return found
@@ -79,7 +78,7 @@ def _without_gaps(x: Tensor, like: Tensor) -> Tensor:
     return x.contiguous(memory_format=lies)
 
 
-FOR_ANY_STRIDES: Mapping[Target, Callable[..., Any]] = {
+FOR_ANY_STRIDES: Mapping[Target, Callable[..., Argument]] = {
     aten.view.default: torch.reshape,
     aten._unsafe_view.default: torch.reshape,
     aten.native_group_norm.default: _group_norm,

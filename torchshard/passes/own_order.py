@@ -18,8 +18,6 @@ import contextlib
 import math
 import operator
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import fx
@@ -28,11 +26,12 @@ from torchshard.core.choices import choices
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import RowKeywords, dynamic_factor
-from torchshard.core.rows import Choice, Local, Row
+from torchshard.core.notation import dynamic_factor
+from torchshard.core.rows import Choice, Row
 from torchshard.custom_ops.experts import EXPERT_COUNTS
-from torchshard.custom_ops.fx_types import Argument, Traced
-from torchshard.custom_ops.whole import OpKey, entry
+from torchshard.custom_ops.fx_types import Argument
+from torchshard.custom_ops.whole import entry
+from torchshard.ir.effects import uses_rng, writes
 from torchshard.ir.fake_values import size_expr
 from torchshard.ir.graph import (
     bound_args,
@@ -42,37 +41,16 @@ from torchshard.ir.graph import (
     multiples_of,
     node_row,
     operands,
-    uses_rng,
     values,
     whole_choice,
-    writes,
 )
-from torchshard.rules.linear_algebra import GROUPED
+from torchshard.passes.own_order_steps import OUTSIDE, PARTS, SORTS, STEPS, Kind, Step, by_sorting
 from torchshard.rules.pointwise import CASTS
 
 aten = torch.ops.aten
 
-Kind = Literal[
-    "given", "sorted", "keys", "order", "sorted order", "inverse", "tokens", "rows", "counts", "ends", "plain",
-    "put back",
-]  # fmt: skip
-"""The role of a value between a sort and the end: the sort's operand ("given"), its result, the sorted
-keys, the order of rows, the result of sorting that order, its inverse, the token of each ordered
-row, rows in order, the number of rows per key, the ends of these groups, memory with values
-independent of the order ("plain"), or rows in their first order ("put back")."""
-_OUTSIDE: Collection[Kind] = ("plain", "put back")
-"""Kinds that any op may take."""
-_PARTS: Mapping[Kind, Mapping[object, Kind]] = {"sorted": {0: "keys", 1: "order"}, "sorted order": {1: "inverse"}}
-"""The kinds of a sort's results, by number; results of other ops share the kind of their list."""
 _SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
 _VIEWS = (*_SHAPED, aten.expand.default)
-_SORTS: Mapping[OpKey, Kind] = {
-    aten.sort.default: "sorted",
-    aten.sort.stable: "sorted",
-    aten.argsort.default: "order",
-    aten.argsort.stable: "order",
-}
-"""Sort -> the kind of its result."""
 _PARTS_OF = (
     *_VIEWS, aten.flatten.using_ints, aten.select.int, aten.slice.Tensor, aten.contiguous.default, aten.clone.default,
     aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.detach.default,
@@ -87,66 +65,6 @@ _NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
 """Dtypes that can represent the numbers of experts and rows."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """An op that treats rows differently, with the kinds that it takes and gives."""
-
-    takes: Mapping[str, Kind]
-    """Argument name -> kind."""
-    gives: Kind
-    row: str
-    """The op's row: n are rows, t tokens of k rows each."""
-    options: RowKeywords = field(default_factory=lambda: RowKeywords())
-
-
-def _by_sorting(dtype: torch.dtype) -> RowKeywords:
-    """Row options that compute an inverse by sorting the order.
-
-    The sort gives the place of each row among this rank's rows, not among all.
-    """
-
-    def local(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
-        return aten._to_copy.default(aten.argsort.default(indices[0]), dtype=dtype)
-
-    return RowKeywords(local={"n": local}, any_size="n")
-
-
-_PUT = "n ..., n, n ... -> n ..."
-_ADD = "t ..., (t k), (t k) ... -> t ..."
-_GROUPED = "n !k, !e !k !m, !o -> n !m"
-_STEPS: Mapping[OpKey, tuple[_Step, ...]] = {
-    aten.index.Tensor: (
-        _Step({"indices": "order"}, "rows", "n ..., n -> n ..."),
-        _Step({"indices": "tokens"}, "rows", "t ..., (t k) -> (t k) ..."),
-        _Step({"self": "rows", "indices": "inverse"}, "put back", "n ..., n -> n ..."),
-    ),
-    aten.index_put.default: (
-        _Step({"indices": "order"}, "inverse", "n, n, !m -> n"),
-        _Step({"indices": "order", "values": "rows"}, "put back", _PUT),
-        _Step({"indices": "tokens", "values": "rows"}, "put back", _ADD),
-    ),
-    aten.index_add.default: (
-        _Step({"index": "order", "source": "rows"}, "put back", _PUT),
-        _Step({"index": "tokens", "source": "rows"}, "put back", _ADD),
-    ),
-    aten.gather.default: (
-        _Step({"index": "order"}, "rows", "n d, n d -> n d"),
-        _Step({"index": "tokens"}, "rows", "t d, (t k) d -> (t k) d"),
-        _Step({"self": "rows", "index": "inverse"}, "put back", "n d, n d -> n d"),
-    ),
-    aten.scatter_add.default: (
-        _Step({"index": "order", "src": "rows"}, "put back", "n d, n d, n d -> n d"),
-        _Step({"index": "tokens", "src": "rows"}, "put back", "t d, (t k) d, (t k) d -> t d"),
-    ),
-    aten.histc.default: tuple(
-        _Step({"self": kind}, "counts", "n -> !e", RowKeywords(reduced="n")) for kind in ("given", "keys")
-    ),
-    aten.cumsum.default: (_Step({"self": "counts"}, "ends", "!e -> !e"),),
-    aten.searchsorted.Tensor: (_Step({"sorted_sequence": "keys"}, "ends", "n, !e -> !e", RowKeywords(reduced="n")),),
-    **dict.fromkeys(GROUPED, tuple(_Step({x: "rows", "offs": "ends"}, "rows", _GROUPED) for x in ("self", "input"))),
-}
-
-
 class _LeavesError(Exception):
     """An op is not known to keep rows apart."""
 
@@ -159,7 +77,7 @@ def keep_own_order(module: fx.GraphModule) -> bool:
     """
     is_any = False
     for sort in list(module.graph.nodes):
-        if sort.target in _SORTS and "own_order" not in sort.meta:
+        if sort.target in SORTS and "own_order" not in sort.meta:
             with contextlib.suppress(_LeavesError):
                 _Followed(sort).mark()
                 is_any = True
@@ -198,7 +116,7 @@ class _Followed:
         self._per_token = 0
         """The number of rows per token; 0 until it is known."""
         self._given = _source(given)
-        self._kinds: dict[fx.Node, Kind] = {sort: _SORTS[sort.target]}
+        self._kinds: dict[fx.Node, Kind] = {sort: SORTS[sort.target]}
         self.rows: dict[fx.Node, Row | None] = {sort: _row_of_sort(sort)}
         """The row of each op that keeps rows apart."""
         self._waiting = set(sort.users)
@@ -222,14 +140,14 @@ class _Followed:
 
     def _follow(self, node: fx.Node) -> None:
         self._waiting.discard(node)
-        taken = {n: self._kinds[n] for n in node.all_input_nodes if self._kinds.get(n, "plain") not in _OUTSIDE}
+        taken = {n: self._kinds[n] for n in node.all_input_nodes if self._kinds.get(n, "plain") not in OUTSIDE}
         if node.target is aten.histc.default and not taken and _source(operands(node)[0]) is self._given:
             taken = dict.fromkeys(operands(node), "given")
         if not taken:
             return
         if node.target is operator.getitem:
             (whole,) = taken.values()
-            kind = _PARTS[whole].get(node.args[1]) if whole in _PARTS else whole
+            kind = PARTS[whole].get(node.args[1]) if whole in PARTS else whole
             if kind is None:
                 raise _LeavesError
             self._kinds[node] = kind
@@ -237,19 +155,19 @@ class _Followed:
             self._kinds[node], self.rows[node] = self._step(node, taken)
         elif node.op == "output":
             raise _LeavesError
-        if self._kinds.get(node, "plain") not in _OUTSIDE:
+        if self._kinds.get(node, "plain") not in OUTSIDE:
             self._waiting.update(node.users)
 
     def _step(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> tuple[Kind, Row | None]:
         """The kind of an op's result, and the op's row."""
         args = bound_args(node)
         by_name = {name: kind for name, value in args.items() if (kind := _kind_of(value, taken)) is not None}
-        for step in entry(_STEPS, node.target) or ():
+        for step in entry(STEPS, node.target) or ():
             if by_name == step.takes:
                 return step.gives, self._row(node, args, step)
         (kind, *others), row = dict.fromkeys(taken.values()), node_row(node)
-        if kind == "order" and node.target in _SORTS:
-            return ("inverse" if _SORTS[node.target] == "order" else "sorted order"), _row_of_sort(node)
+        if kind == "order" and node.target in SORTS:
+            return ("inverse" if SORTS[node.target] == "order" else "sorted order"), _row_of_sort(node)
         if kind == "order" and node.target in _DIVISIONS:
             self._note_divisor(args)
             return "tokens", row
@@ -264,7 +182,7 @@ class _Followed:
                 return "rows", row
         raise _LeavesError
 
-    def _row(self, node: fx.Node, args: Mapping[str, Argument], step: _Step) -> Row:
+    def _row(self, node: fx.Node, args: Mapping[str, Argument], step: Step) -> Row:
         """The row of a step; raises if the op's arguments do not fit the step."""
         indices, per_token = args.get("indices", [None]), self._per_token if "tokens" in step.takes.values() else 1
         is_indexing = not {"index", "indices"}.isdisjoint(args)
@@ -282,7 +200,7 @@ class _Followed:
         )
         if not fits:
             raise _LeavesError
-        options = _by_sorting(node.meta["val"].dtype) if is_written else step.options
+        options = by_sorting(node.meta["val"].dtype) if is_written else step.options
         if step.gives in ("counts", "ends"):
             self._counts_all &= step.takes == {"self": "counts"} or _keys_below(self._given) <= _counted_below(node)
         text = step.row if per_token > 1 else step.row.replace("(t k)", "n").replace("t", "n")
@@ -360,7 +278,7 @@ def _is_index(value: fx.Node) -> bool:
     while value.target in _PARTS_OF:
         value = operands(value)[0]
     if value.target is operator.getitem and value.args[1] == 1:
-        return value.all_input_nodes[0].target in (*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim)
+        return value.all_input_nodes[0].target in (*SORTS, aten.topk.default, aten.max.dim, aten.min.dim)
     return value.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)
 
 
@@ -373,4 +291,4 @@ def _kind_of(value: Argument, taken: Mapping[fx.Node, Kind]) -> Kind | None:
 def _row_of_sort(node: fx.Node) -> Row:
     if operands(node)[0].meta["val"].ndim != 1 or bound_args(node).get("descending"):
         raise _LeavesError
-    return call_of(node).row("n -> n" if _SORTS[node.target] == "order" else "n -> n, n")
+    return call_of(node).row("n -> n" if SORTS[node.target] == "order" else "n -> n, n")

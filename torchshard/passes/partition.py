@@ -29,7 +29,8 @@ from torch import fx
 from torch.fx.node import Argument
 
 from torchshard.ir.editing import drop_dead_code, empty_module
-from torchshard.ir.graph import is_tensor, is_view, results_of, uses_rng, values, writes, written_state
+from torchshard.ir.effects import is_view, uses_rng, writes, written_state
+from torchshard.ir.graph import is_tensor, results_of, values
 from torchshard.ops import communicates
 from torchshard.passes.nodes import behind_needs, node_arg, read_by
 from torchshard.passes.record import Gradients

@@ -15,29 +15,27 @@ losses). So segments on that device are recorded as if they were on the CPU.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 # Lets ops run their Python decompositions on dynamic sizes, as export does (PyTorch 2.13.0).
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Argument
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
 from torchshard.ir.editing import duplicate
 from torchshard.ir.fake_values import Mode, guards, has_new_guards
 from torchshard.ir.graph import fake_mode, is_float, placeholders, results_of, values
 from torchshard.passes.functionalize import functionalize
-from torchshard.passes.nodes import upstream
+from torchshard.passes.recorder import Recorder, has_gradient
 from torchshard.passes.segment_keys import segment_key, simulated_groups
 
 aten = torch.ops.aten
@@ -105,13 +103,13 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     with mode:
         primals = [_leaf(node) for node in sources]
         tangents = [_empty(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
-    recorder, assumed = _Recorder(part), guards(mode)
+    recorder, assumed = Recorder(part), guards(mode)
     chosen: list[bool] = []
 
-    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, Any]:
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[object, object]:
         made, rest = recorder.run(*primals), iter(tangents)
         recorder.begin_backward()
-        chosen[:] = [_has_gradient(value) and is_given for value, is_given in zip(made, given, strict=True)]
+        chosen[:] = [has_gradient(value) and is_given for value, is_given in zip(made, given, strict=True)]
         gradients = [next(rest) if is_float(value) else None for value in made]
         wanted = [primal for primal in primals if primal.requires_grad]
         pairs = [(v, g) for v, g, is_chosen in zip(made, gradients, chosen, strict=True) if is_chosen]
@@ -124,7 +122,8 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
-        saved_tensors_hooks(_same, _same),  # checkpoint hooks around the call would keep recorded tensors alive
+        # The hooks of a checkpoint around the call would keep recorded tensors alive.
+        saved_tensors_hooks(lambda t: t, lambda t: t),
         torch.autograd.set_detect_anomaly(False),  # fake tensors contain no NaNs to search for
         contextlib.closing(recorder),
     ):
@@ -159,7 +158,9 @@ class _SuppressingGuards(TorchDispatchMode):
         super().__init__()
         self._sizes = getattr(mode, "shape_env", None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         """Runs the op."""
         is_one = func in (aten.convolution.default, aten.convolution_backward.default)
         with self._sizes.suppress_guards() if is_one and self._sizes else contextlib.nullcontext():
@@ -172,7 +173,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
     """Replaces one device with another, in arguments and in values."""
 
-    def moved(value: Any) -> Any:
+    def moved(value: Argument) -> Argument:
         if isinstance(value, Tensor):
             return _empty(value, target) if value.device == source else value
         return target if value == source else value
@@ -189,11 +190,9 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
     return aten.histc.default(x.float(), bins, min, max).to(x.dtype)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _gradients(results: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Any]) -> Sequence[Tensor | None]:
+def _gradients(
+    results: Sequence[Tensor], wanted: Sequence[Tensor], given: Sequence[Tensor | None]
+) -> Sequence[Tensor | None]:
     """`torch.autograd.grad`, also for an empty list of results or inputs, which PyTorch refuses."""
     if not results or not wanted:
         return [None] * len(wanted)
@@ -208,131 +207,3 @@ def _leaf(node: fx.Node) -> Tensor:
 def _empty(value: Tensor, device: torch.device | None = None) -> Tensor:
     """A new fake tensor with the shape, strides and dtype of another."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
-
-
-def _has_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-class _Recorder(fx.Interpreter):
-    """Runs a segment while PyTorch records it, and finds the value or gradient that each node is."""
-
-    def __init__(self, part: fx.GraphModule) -> None:
-        super().__init__(part)
-        self._number = {node: i for i, node in enumerate(part.graph.nodes)}
-        self._values: dict[fx.Node, int] = {}
-        """Recorded node -> the number of the segment's node with this value."""
-        self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
-        """Recorded node -> the numbers of the nodes that it is the gradient of."""
-        self._origins: dict[fx.Node, tuple[int | None, bool]] = {}
-        """Recorded node -> (number of the op that it belongs to, whether it is part of the op's
-        backward)."""
-        self._origin: int | None = None
-        self._is_backward = False
-        self._steps: set[Any] = set()
-        """Autograd nodes that are marked."""
-        self._hooks: list[RemovableHandle] = []
-        self._copies: dict[fx.Node, Mapping[str, Argument]] = {}
-        """Recorded nodes for `contiguous()` -> its keyword arguments (the memory format)."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs an op, and notes its value and, when backward reaches it, its gradient."""
-        if n.op != "call_function":
-            return super().run_node(n)
-        number = self._number[n]
-        self._mark(number)
-        result = super().run_node(n)
-        if n.target is aten.contiguous.default and result is self.env[n.all_input_nodes[0]]:
-            result = self._copied(result, n.kwargs)
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if _has_gradient(tensor):
-                self._follow(tensor.grad_fn, number)
-        if isinstance(result, Tensor):
-            self._values.setdefault(_recorded(result), number)
-            if result.requires_grad:
-                self._hooks.append(result.register_hook(lambda gradient: self._note_gradient(gradient, number)))
-        return result
-
-    def _copied(self, x: Tensor, kwargs: Mapping[str, Argument]) -> Tensor:
-        """A copy of a fake value that is contiguous already, where PyTorch would record no op.
-
-        The real value may not be contiguous.
-        """
-        copied: Tensor = aten.clone.default(x)
-        self._copies[_recorded(copied)] = kwargs
-        return copied
-
-    def _note_gradient(self, gradient: Tensor | None, number: int) -> None:
-        if gradient is None:
-            raise NotImplementedError("PyTorch records no gradient of an op on this device")
-        self._gradients[_recorded(gradient)].append(number)
-
-    def _follow(self, step: Any, origin: int) -> None:
-        """Marks the autograd nodes of an op's backward as the op's; earlier ops have marked theirs."""
-        waiting = [step]
-        while waiting:
-            step = waiting.pop()
-            if step is not None and step not in self._steps and step.next_functions:
-                self._steps.add(step)
-                self._hooks.append(step.register_prehook(lambda grads: self._mark(origin)))
-                waiting += [following for following, _ in step.next_functions]
-
-    def _mark(self, origin: int) -> None:
-        """Attributes the nodes recorded from now on to an op."""
-        self._settle(_graph_being_recorded())
-        self._origin = origin
-
-    def begin_backward(self) -> None:
-        """Attributes the nodes recorded from now on to the backward."""
-        self._settle(_graph_being_recorded())
-        self._is_backward = True
-
-    def _settle(self, graph: fx.Graph) -> None:
-        """Notes the origin of the nodes since the last mark.
-
-        PyTorch may erase some of them again, even the last one, so the last node is an unreliable
-        mark.
-        """
-        for node in reversed(graph.nodes):
-            if node in self._origins:
-                break
-            self._origins[node] = self._origin, self._is_backward
-
-    def describe(self, graph: fx.Graph, results: Sequence[object]) -> None:
-        """Sets the meta of the recorded nodes."""
-        for node, kwargs in self._copies.items():
-            node.target, node.kwargs = aten.contiguous.default, dict(kwargs)
-        self._settle(graph)
-        for node in graph.nodes:
-            origin, is_backward = self._origins[node]
-            val = {"val": node.meta["val"]} if "val" in node.meta else {}
-            node.meta = val | {"is_backward": is_backward, "origin": origin}
-            if node in self._values:
-                node.meta["value"] = self._values[node]
-            if node in self._gradients:
-                node.meta["gradients"] = self._gradients[node]
-        for result in results:  # a size is recorded when it is first read, maybe after all else
-            if isinstance(result, fx.Node):
-                for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
-                    node.meta["is_backward"] = False
-
-    def close(self) -> None:
-        """Removes the hooks on the backward."""
-        for hook in self._hooks:
-            hook.remove()  # autograd's nodes and this object would keep each other alive, in a cycle hidden from Python
-        self._steps.clear()
-
-
-def _recorded(tensor: Tensor) -> fx.Node:
-    """The node of a tensor in the graph that is being recorded."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    node: fx.Node = get_proxy_slot(tensor, mode.tracer).proxy.node
-    return node
-
-
-def _graph_being_recorded() -> fx.Graph:
-    mode = get_proxy_mode()
-    assert mode is not None
-    graph: fx.Graph = mode.tracer.graph
-    return graph

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from torchshard.ir.graph import is_view, uses_rng, writes
+from torchshard.ir.effects import is_view, uses_rng, writes
 from torchshard.ops import OPS, Begin, communicates, is_collective, wait
 from torchshard.passes.nodes import node_arg, operator_of, upstream
 from torchshard.passes.sums_behind import sums_behind

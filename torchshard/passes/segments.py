@@ -16,7 +16,8 @@ from torch import fx
 
 from torchshard.core.paths import layer_of
 from torchshard.ir.editing import drop_dead_code, empty_module
-from torchshard.ir.graph import is_tensor, is_view, placeholders, results_of
+from torchshard.ir.effects import is_view
+from torchshard.ir.graph import is_tensor, placeholders, results_of
 from torchshard.ir.segments import is_view_result, ops_of, parts_between, with_elements
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import fx
 
-from torchshard.ir.graph import is_view, uses_rng, writes
+from torchshard.ir.effects import is_view, uses_rng, writes
 from torchshard.ops import Begin, wait
 from torchshard.passes.nodes import behind_needs, upstream
 

@@ -17,7 +17,8 @@ import torch
 from torch import fx
 from torch.fx.node import Argument, Target
 
-from torchshard.ir.graph import is_view, placeholders, results_of
+from torchshard.ir.effects import is_view
+from torchshard.ir.graph import placeholders, results_of
 from torchshard.ops import OPS
 from torchshard.passes.nodes import node_arg
 from torchshard.rules.pointwise import CASTS

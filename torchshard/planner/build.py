@@ -11,7 +11,8 @@ from torch import fx
 
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.rows import Choice
-from torchshard.ir.graph import carried_inputs, is_carried, is_tensor, is_tensor_op, is_weight
+from torchshard.ir.effects import carried_inputs
+from torchshard.ir.graph import is_carried, is_tensor, is_tensor_op, is_weight
 from torchshard.planner.chains import UnevenError, chain_of
 from torchshard.planner.constants import FORBIDDEN, GATHERED_PARAMETER, MAX_SETS
 from torchshard.planner.conversions import element_of

@@ -17,8 +17,9 @@ from torchshard.core.mesh import ranks_text
 from torchshard.core.units import size_text
 from torchshard.ir.axes import mesh_of
 from torchshard.ir.editing import empty_module
+from torchshard.ir.effects import is_view
 from torchshard.ir.fake_values import nbytes
-from torchshard.ir.graph import is_view, placeholders, results_of
+from torchshard.ir.graph import placeholders, results_of
 from torchshard.ir.listing import is_within, lines
 from torchshard.ops import Begin
 from torchshard.passes import Partition, has_backward, segments, step_graphs

@@ -8,7 +8,7 @@ from torchshard.core.errors import RuleError, ShardError
 from torchshard.core.rows import Row
 from torchshard.custom_ops.fx_types import Argument, Target
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.rules import (
+from torchshard.rules import (  # noqa: F401, they register their rules
     attention,
     batched,
     collectives,
@@ -16,6 +16,7 @@ from torchshard.rules import (
     creation,
     cuts,
     experts,
+    gathered_reductions,
     indexing,
     linear_algebra,
     losses,
@@ -34,11 +35,6 @@ __all__ = [
     "RULES", "Call", "Row", "TensorType", "has_rule", "has_users_rule", "is_random", "row_of", "rule",
     "writes_statistics",
 ]  # fmt: skip
-
-FAMILIES = (
-    attention, batched, collectives, convolution, creation, cuts, experts, indexing, linear_algebra, losses,
-    normalization, pointwise, random, recurrent, reductions, shapes,
-)  # fmt: skip
 
 
 def has_rule(target: Target | str) -> bool:

@@ -5,8 +5,6 @@ A rank's rows are then not a slice of all rows: it has however many rows belong 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torchshard.core.rows import Local, LocalFn, Row
@@ -40,7 +38,7 @@ def expert_counts(call: Call) -> Row:
 def to_experts(call: Call) -> Row:
     """`f32[8,16], i64[4], i64[4,2] -> f32[8,16]     n ..., !f, e !w -> n ...`."""
 
-    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, rows: Any = None) -> Traced:
+    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, rows: Argument = None) -> Traced:
         own = None if rows is None else rows // ctx.world
         return ops.dispatch.default(x, sent, received, own, ctx.group)
 
@@ -51,7 +49,7 @@ def to_experts(call: Call) -> Row:
 def from_experts(call: Call) -> Row:
     """`f32[8,16], i64[4], i64[4,2], 8 -> f32[8,16]     n ..., !f, e !w -> n ...`."""
 
-    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, n: Any) -> Traced:
+    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, n: Argument) -> Traced:
         return ops.combine.default(x, sent, received, n // ctx.world, ctx.group)
 
     return _row(call, local)

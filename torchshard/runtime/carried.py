@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture import Leaves
 from torchshard.capture.carried import Changes, finder
-from torchshard.capture.signature import ReferenceTo
+from torchshard.capture.keys import ReferenceTo
 from torchshard.core.choices import replacement_on
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError

@@ -25,7 +25,8 @@ from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.handshake import collective_failed
 from torchshard.ir.editing import duplicate
-from torchshard.ir.graph import placeholders, results_of, uses_rng
+from torchshard.ir.effects import uses_rng
+from torchshard.ir.graph import placeholders, results_of
 from torchshard.ops import DISPATCH, OPS, SENDING, Begin
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg

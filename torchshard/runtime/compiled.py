@@ -21,7 +21,8 @@ from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.graph import is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
+from torchshard.ir.effects import is_kept_split, uses_rng, writes
+from torchshard.ir.graph import layout_of, result_layouts, results_of
 from torchshard.passes import direct, localized
 from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.plan import Plan

@@ -34,7 +34,8 @@ from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.editing import duplicate
-from torchshard.ir.graph import placeholders, results_of, uses_rng, written_state
+from torchshard.ir.effects import uses_rng, written_state
+from torchshard.ir.graph import placeholders, results_of
 from torchshard.ops import OPS, hashable
 from torchshard.passes import (
     Gradients,

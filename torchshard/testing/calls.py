@@ -23,10 +23,10 @@ from torchshard.compiler.question import Question
 from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout
 from torchshard.core.rows import Choice
-from torchshard.ir.data import equal_sizes
 from torchshard.ir.editing import duplicate
 from torchshard.ir.graph import is_tensor_op, node_row, op_name
 from torchshard.ir.listing import listing
+from torchshard.ir.sizes import equal_sizes
 from torchshard.passes import Partition, rewrite, step_graphs
 from torchshard.plans.objective import ObjectiveLike, read_aim
 from torchshard.plans.plan import Plan

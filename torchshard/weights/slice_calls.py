@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.mesh import Place
+from torchshard.core.modules import version_of
 from torchshard.core.user_files import warn
 from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import is_users
@@ -59,7 +60,7 @@ class SliceCall:
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with torch._C.DisableTorchFunctionSubclass():
-            return cls(func, args, kwargs, tensors, [_version(tensor) for tensor in tensors])
+            return cls(func, args, kwargs, tensors, [version_of(tensor) for tensor in tensors])
 
     def ended(
         self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, *, module: str
@@ -81,7 +82,7 @@ class SliceCall:
     def _ended(
         self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, module: str
     ) -> object:
-        written = {i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.versions[i]}
+        written = {i for i, tensor in enumerate(self.tensors) if version_of(tensor) != self.versions[i]}
         if not written and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             if is_users(module) and _reads_values(self.func, self.args, self.kwargs):
                 _check_file(module, text)
@@ -150,10 +151,6 @@ def _is_shared(tensor: Tensor) -> bool:
     # `_storage_Use_Count`, `_is_view`: no public question for shared memory (PyTorch 2.13.0).
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._is_view() or users > 2  # the tensor, and the Python object that this makes of its storage
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 _VALUES = (bool, int, float, complex, list, tuple, np.ndarray, torch.UntypedStorage, torch.TypedStorage)

@@ -23,8 +23,9 @@ from torchshard.core.paths import star_differences, star_node
 from torchshard.core.sharding import Sharding, split_text
 from torchshard.core.units import size_text
 from torchshard.ir.axes import axes_of, axis_of, converted, layouts_of, tensors_typed
+from torchshard.ir.effects import is_view
 from torchshard.ir.fake_values import hint
-from torchshard.ir.graph import is_own_collective, is_tensor, is_view, layout_of, op_name, values
+from torchshard.ir.graph import is_own_collective, is_tensor, layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names
 from torchshard.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.planner.inside import calls_inside

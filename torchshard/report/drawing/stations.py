@@ -20,7 +20,8 @@ from torch import fx
 from torchshard.core.conversions import kernels
 from torchshard.core.paths import is_part, layer_of
 from torchshard.custom_ops.whole import entry
-from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
+from torchshard.ir.effects import is_view
+from torchshard.ir.graph import is_float, is_weight, op_name, values
 from torchshard.ir.listing import is_within
 from torchshard.ops import is_collective
 from torchshard.planner.properties import LOOKUPS, PRODUCTS

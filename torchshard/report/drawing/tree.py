@@ -16,7 +16,8 @@ from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences, star_node
 from torchshard.core.units import size_text, time_text
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
-from torchshard.ir.graph import is_view, op_name
+from torchshard.ir.effects import is_view
+from torchshard.ir.graph import op_name
 from torchshard.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.planner.styles import style_of
 from torchshard.plans.costs import Collective
