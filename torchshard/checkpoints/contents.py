@@ -16,13 +16,15 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
@@ -37,6 +39,7 @@ from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
 
+T = TypeVar("T")
 OptimizerState = dict[str, dict[str, object]]
 """Name of a parameter -> an optimizer's state for it, by name."""
 
@@ -44,10 +47,10 @@ OptimizerState = dict[str, dict[str, object]]
 class Stateful(Protocol):
     """A learning-rate scheduler, or another object with a state dict of plain data."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state to continue from."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+    def load_state_dict(self, state_dict: StateDict) -> object:
         """Continues from a saved state."""
 
 
@@ -88,11 +91,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(cast(nn.Module, inner))
 
 
-def as_list(value: object) -> list[Any]:
+def as_list(value: T | Sequence[T] | None) -> list[T]:
     """Returns an argument as a list: it may be one value, several, or None."""
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 def contents_of(
@@ -293,28 +296,22 @@ def generator_states() -> dict[str, object]:
     states: dict[str, object] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    return states | {"numpy": _numpy().get_state(legacy=False)}
+    return states | {"numpy": np.random.get_state(legacy=False)}
 
 
-def set_generator_states(states: Mapping[str, Any]) -> None:
+def set_generator_states(states: StateDict) -> None:
     """Sets the generators to saved states."""
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
-    _numpy().set_state(states["numpy"])
+    np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def check_generator_states(states: Mapping[str, Any]) -> None:
+def check_generator_states(states: StateDict) -> None:
     """Raises an error of any kind if the states can't be set."""
     torch.Generator().set_state(states["cpu"])
     random.Random().setstate(states["python"])
-    _numpy().RandomState().set_state(states["numpy"])
+    np.random.RandomState().set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.Generator("cuda").set_state(states["cuda"])
-
-
-def _numpy() -> Any:
-    import numpy as np
-
-    return np.random

@@ -1,10 +1,14 @@
-"""Type checks for values from files and callers, which may be anything."""
+"""Types that several rooms need, and type checks for values from files and callers, which may be anything."""
 
 from __future__ import annotations
 
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 T = TypeVar("T")
+Context: TypeAlias = Any
+"""The `ctx` of an autograd Function: each Function adds attributes of its own."""
+Theirs: TypeAlias = Any
+"""An object of transformers or peft, whose types depend on the version that is installed."""
 
 
 def is_of(kind: type[T], value: object) -> T:

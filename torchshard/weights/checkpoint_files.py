@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.layouts import Shard, parts_of, parts_size
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding, local_shape, placements_in
+from torchshard.core.types import is_count, is_of
 from torchshard.weights.boxes import Box, overlaps
 from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
 
@@ -204,7 +205,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         raise broken(path, str(error)) from error
     try:
         body = json.loads(content)
-        files, layouts, aliases = _tables(body)
+        files, layouts, aliases = _table(body["files"], int), _table(body["tensors"], str), _table(body["aliases"], str)
         saved = _mesh(body["mesh"]) if "mesh" in body else None
         id_, objects = body["id"], body["objects"]
         if body["format"] != FORMAT or not re.fullmatch(r"[0-9a-f]{16}", id_) or OBJECTS not in files:
@@ -236,17 +237,16 @@ def model_tensors(folder: Path) -> dict[str, SlicedTensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _tables(body: Any) -> tuple[dict[str, int], dict[str, str], dict[str, str]]:
-    files, layouts, aliases = body["files"], body["tensors"], body["aliases"]
-    for table, kind in ((files, int), (layouts, str), (aliases, str)):
-        if not (isinstance(table, dict) and all(type(value) is kind for value in table.values())):
-            raise TypeError(f"a table of names has values that are no {kind.__name__}")
-    return files, layouts, aliases
+T = TypeVar("T")
 
 
-def _mesh(sizes: Any) -> Mesh:
+def _table(value: object, kind: type[T]) -> dict[str, T]:
+    return {name: is_of(kind, each) for name, each in is_of(dict, value).items()}
+
+
+def _mesh(sizes: object) -> Mesh:
     """Returns the mesh of the ranks that saved."""
-    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
+    if not isinstance(sizes, dict) or not all(map(is_count, sizes.values())):
         raise TypeError(f"its mesh is {sizes!r:.80}")
     return Mesh(tuple(MeshAxis(size, name) for name, size in sizes.items()))
 

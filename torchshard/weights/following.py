@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import MeshAxis, Place
 from torchshard.core.sharding import Placement, Sharding
+from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.weights.op_layouts import Level, Lost, tensors_in
 
 Function = Callable[..., object]
@@ -231,7 +232,7 @@ class _Question:
 
     def _called_with(
         self, shapes: Sequence[tuple[int, ...] | None], scaled: int | None = None
-    ) -> tuple[Sequence[Any], Mapping[str, Any], list[Tensor]]:
+    ) -> tuple[Args, Kwargs, list[Tensor]]:
         """Returns the arguments with meta tensors of these shapes, and those tensors."""
         shape_of, given, tensors = iter(shapes), list[object](), list[Tensor]()
         ratio = self._ratio(shapes)

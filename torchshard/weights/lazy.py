@@ -17,16 +17,20 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 # Views get their base's storage, writes return their argument: by no public function (PyTorch 2.13.0).
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
+from torchshard.custom_ops.fx_types import Args, Argument, Kwargs
 from torchshard.weights.safetensors_files import StoredTensor
 from torchshard.weights.tape import (
     Entry,
@@ -38,9 +42,6 @@ from torchshard.weights.tape import (
     viewed_argument,
     written_arguments,
 )
-
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class LazyTensor(Tensor):
@@ -69,11 +70,11 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         return _call(func, args, kwargs or {})
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     @property
@@ -91,15 +92,15 @@ class LazyTensor(Tensor):
         """Returns a number that is equal for tensors of one tape that share memory."""
         return self.tape.memories[self.slot]
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[object]:
         """Computes the values, and returns them like `Tensor.tolist`."""
         return self.value().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> NDArray[np.generic]:
         """Computes the values, and returns them like `Tensor.numpy`."""
         return self.value().numpy(force=force)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: Argument, **kwargs: Argument) -> NDArray[np.generic]:
         return self.value().__array__(*args, **kwargs)
 
     def value(self) -> Tensor:
@@ -129,7 +130,9 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._tape = tape
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if any(isinstance(leaf, LazyTensor) for leaf in leaves):
@@ -141,7 +144,7 @@ class _Recording(TorchDispatchMode):
             return func(*args, **kwargs)
         return _record(self._tape, func, args, kwargs, device)
 
-    def _call_on_values(self, func: Any, args: Args, kwargs: Kwargs) -> object:
+    def _call_on_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         """Runs a call on ordinary tensors, after the recorded draws that precede it."""
         _draw_recorded(self._tape, func, args, kwargs)
         return func(*args, **kwargs)
@@ -171,7 +174,7 @@ def lazy() -> Iterator[None]:
         yield
 
 
-def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
+def _call(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Records a call on lazy tensors, or runs it on computed values if it needs them."""
     lazies = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, LazyTensor)]
     into_values = any(
@@ -208,7 +211,7 @@ _VALUES = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.
 """Ops that return a Python number or bool."""
 
 
-def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[LazyTensor]) -> object:
+def _call_on_computed(func: OpOverload, args: Args, kwargs: Kwargs, lazies: Sequence[LazyTensor]) -> object:
     held = values_of(lazies)
 
     def computed(leaf: object) -> object:
@@ -222,7 +225,7 @@ def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[La
     return results
 
 
-def _draw_recorded(tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> None:
+def _draw_recorded(tape: Tape, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Before an immediate call that draws: advances the RNG past the draws recorded so far."""
     if torch.Tag.nondeterministic_seeded in func.tags and _own_generator(args, kwargs) is None:
         torch.set_rng_state(tape.rng_state())
@@ -240,7 +243,7 @@ def _is_process(generator: torch.Generator) -> bool:
     return generator._cdata == ours  # type: ignore[attr-defined]  # each dispatched call gets a new Python object
 
 
-def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.device) -> object:
+def _record(tape: Tape, func: OpOverload, args: Args, kwargs: Kwargs, device: torch.device) -> object:
     call = func, *pytree.tree_map(_as_slot, (args, dict(kwargs)))
     found = func(*_on_meta(tape, call[1]), **_on_meta(tape, call[2], _meta_device(func, args, kwargs)))
     viewed = viewed_argument(call)
@@ -262,7 +265,7 @@ def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.dev
     return return_and_correct_aliasing(func, args, kwargs, pytree.tree_unflatten(result, spec))
 
 
-def _meta_device(func: Any, args: Args, kwargs: Kwargs) -> dict[str, object]:
+def _meta_device(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, object]:
     """Returns the `device` argument that puts a call's results on the meta device, if it needs one."""
     takes_device = "device" in {a.name for a in func._schema.arguments}
     has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, dict(kwargs))))
@@ -277,7 +280,7 @@ def _as_slot(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf  # its owner may change it later
 
 
-def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None) -> Any:
+def _on_meta(tape: Tape, value: Argument, changes: Mapping[str, object] | None = None) -> Argument:
     def on_meta(leaf: object) -> object:
         if isinstance(leaf, Slot):
             return tape.examples[leaf.number]

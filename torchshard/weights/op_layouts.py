@@ -8,7 +8,7 @@ without such a choice is decomposed, if PyTorch can, and its parts are followed;
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 # The decompositions of all ops; `torch._decomp` has no public name (PyTorch 2.13.0).
 # All decompositions; the public `torch.export.default_decompositions` lacks half of them (PyTorch 2.13.0).
 from torch._decomp import decomposition_table
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +24,7 @@ from torchshard.core.choices import choices, local_replacement
 from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.overloads import functional_overload
 from torchshard.core.rows import Choice, Row
+from torchshard.custom_ops.fx_types import Args, Argument, Kwargs
 from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
 from torchshard.rules.pointwise import pointwise
 
@@ -97,8 +98,8 @@ class Level(TorchDispatchMode):
         )
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Runs an op and records the layouts of its results."""
         kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
         number, self._calls = self._calls, self._calls + 1
@@ -106,8 +107,8 @@ class Level(TorchDispatchMode):
         each = _of_one(func)
         if each is not None:
             with self:
-                made = _for_each(each, args, kwargs)
-            return made if func._schema.returns else None
+                results = _for_each(each, args, kwargs)
+            return results if func._schema.returns else None
         if number in self.taken_apart:
             return self._in_parts(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -126,7 +127,7 @@ class Level(TorchDispatchMode):
         self.takes_sizes |= any(name in _SIZES for name in bound(func, args, kwargs))
         return result
 
-    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor] = ()) -> _Step:
+    def _step(self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor] = ()) -> _Step:
         named = bound(func, args, kwargs).items()
         is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
         shapes = [tuple(tensor.shape) for tensor in made]
@@ -139,10 +140,10 @@ class Level(TorchDispatchMode):
 
     def _layouts_of(
         self,
-        func: Any,
+        func: OpOverload,
         given: Sequence[Layout | Lost],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         made: Sequence[Tensor],
     ) -> Sequence[Layout | Lost] | None:
         """Returns the layouts of an op's results; None if its row does not determine them."""
@@ -153,9 +154,9 @@ class Level(TorchDispatchMode):
 
     def _note_results(
         self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        func: OpOverload,
+        args: Args,
+        kwargs: Kwargs,
         made: Sequence[Tensor],
         layouts: Sequence[Layout | Lost],
     ) -> None:
@@ -169,14 +170,14 @@ class Level(TorchDispatchMode):
         for target in written:
             self._write(target, layouts[0])
 
-    def _parts(self, func: Any) -> Callable[..., Any] | None:
+    def _parts(self, func: OpOverload) -> Callable[..., object] | None:
         """Returns PyTorch's decomposition of an op, if it has one that may run."""
         if func in self._inside or func._schema.is_mutable or is_random(func):
             return None
         # `_can_decompose`: `decompose` raises for ops without a decomposition in C++ (PyTorch 2.13.0).
         return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
-    def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _in_parts(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         parts = self._parts(func)
         assert parts is not None, func
         self._steps.append(self._step(func, args, kwargs))
@@ -201,7 +202,7 @@ class Level(TorchDispatchMode):
             self.note(target, value)
 
     def _planned(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+        self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor]
     ) -> list[Layout | Lost] | None:
         """Returns the layouts of an op's results by its row; None if no choice is legal without a replacement."""
         target, named = _without_writes(func, args, kwargs)
@@ -218,7 +219,7 @@ class Level(TorchDispatchMode):
         return [layout if isinstance(layout, Shard) else Lost() for layout in choice.results]
 
 
-def _held(tensor: Tensor, layout: Any) -> list[Layout]:
+def _held(tensor: Tensor, layout: Layout | Lost) -> list[Layout | Lost]:
     """Returns the layouts that a tensor fits: slices of a dim with stride 0 have the same values at any size."""
     repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
     return [layout, *(Shard(dim) for dim in repeated)]
@@ -237,7 +238,7 @@ def _is_written(argument: torch.Argument) -> bool:
 
 
 def planned(
-    call: Call, given: Sequence[Collection[Layout]], size: int, tags: Sequence[torch.Tag] = ()
+    call: Call, given: Sequence[Collection[Layout | Lost]], size: int, tags: Sequence[torch.Tag] = ()
 ) -> tuple[Row, Choice] | None:
     """Returns an op's row and the choice that accepts the operands' layouts; None if no choice does.
 
@@ -259,7 +260,7 @@ def planned(
     return None
 
 
-def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
+def call_of(target: OpOverload, named: Kwargs, made: object) -> Call:
     """Returns the `Call` of an op for its rule.
 
     Args:
@@ -272,14 +273,12 @@ def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object
     return Call(target, {a.name: typed[a.name] for a in target._schema.arguments if a.name in typed}, results)
 
 
-def bound(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bound(target: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Argument]:
     """Returns the arguments of an op's call by their names."""
     return {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
 
 
-def _without_writes(
-    func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[OpOverload[..., Any], dict[str, Any]]:
+def _without_writes(func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[OpOverload, dict[str, Argument]]:
     """Returns the functional overload of an op without a rule, or the op itself, and the arguments by name."""
     named = bound(func, args, kwargs)
     functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
@@ -294,19 +293,19 @@ def _without_writes(
 _FOREACH = "_foreach_"
 
 
-def _of_one(func: OpOverload[..., Any]) -> Callable[..., Any] | None:
+def _of_one(func: OpOverload) -> OpOverloadPacket | None:
     """Returns the single-tensor op of an op on lists: `mul_` for `_foreach_mul_`."""
     name = func._schema.name.split("::")[1]
     return getattr(aten, name.removeprefix(_FOREACH), None) if name.startswith(_FOREACH) else None
 
 
-def _for_each(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _for_each(op: OpOverloadPacket, args: Args, kwargs: Kwargs) -> list[object]:
     # _foreach_addcdiv_ takes its last argument by position, addcdiv_ takes it by name
     schema = getattr(op, op.overloads()[0])._schema.arguments
     positional, named = sum(not a.kwarg_only for a in schema), [a.name for a in schema if a.kwarg_only]
     kwargs = {**dict(zip(named, args[positional:], strict=False)), **kwargs}
 
-    def item(value: Any, i: int) -> Any:
+    def item(value: object, i: int) -> object:
         return value[i] if isinstance(value, (list, tuple)) else value
 
     return [

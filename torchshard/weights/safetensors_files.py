@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -234,8 +234,7 @@ def _block(bytes_: int, dtype: torch.dtype) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a contiguous CPU tensor."""
-    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _changed(tensor: FileTensor, why: str) -> InputError:
@@ -295,7 +294,7 @@ def tensors_in(path: Path, expected: Mapping[str, str] | None = None) -> dict[st
     return found
 
 
-def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repetitions(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
