@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -58,8 +58,8 @@ WIDER = (torch.float64, torch.float32)
 def check(
     model: nn.Module,
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: MeshLike = None,
     objective: ObjectiveLike | None = None,

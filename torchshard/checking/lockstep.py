@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,7 @@ from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, is_whole, join, split
 from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
+from torchshard.core.types import Context
 from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.convert import own_part
 from torchshard.distributed.experts import KERNELS
@@ -304,7 +305,9 @@ class SimulatedConversion(torch.autograd.Function):
     """One conversion on all ranks, by the definition of the layouts."""
 
     @staticmethod
-    def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Context, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor
+    ) -> tuple[Tensor, ...]:
         """Converts. `node` is None if the backward of the conversion does not communicate."""
         results = convert(pieces, source, target)
         ctx.node, ctx.layouts = node, (source, target)
@@ -313,7 +316,7 @@ class SimulatedConversion(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.node is not None:
             _check_all_take_part(ctx.node, [grad is not None for grad in grads])
         source, target = ctx.layouts

@@ -8,10 +8,10 @@ not fill the memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,7 +28,7 @@ from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
 from torchshard.runtime.results_beside import results_beside
-from torchshard.runtime.step import LazyStep, with_direct_collectives, without_gradients
+from torchshard.runtime.step import LazyStep, Run, with_direct_collectives, without_gradients
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
@@ -57,7 +57,7 @@ class Compiled:
     model_call: ModelCall
     """The call that the graph was captured for, without values."""
     ranks: Ranks
-    _inference: dict[Compiler | None, Callable[..., Any]] = field(default_factory=dict)
+    _inference: dict[Compiler | None, Run] = field(default_factory=dict)
     _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
     @property
@@ -65,7 +65,7 @@ class Compiled:
         """Whether training calls run forward and backward graphs, instead of autograd over the forward."""
         return any(step.has_graphs for step in self._training.values())
 
-    def inference(self, compiler: Compiler | None) -> Callable[..., Any]:
+    def inference(self, compiler: Compiler | None) -> Run:
         """Returns the callable for calls without gradients, compiled if `compiler` can compile the graph."""
         compiler = self._usable(compiler)
         if compiler not in self._inference:

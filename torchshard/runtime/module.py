@@ -112,11 +112,11 @@ class ShardedModule(ShardedSubmodule, Notebook):
             return call_outside(self, tracing_compiler(), args, kwargs)
         return self._ts_runner.call(self._ts_runner.compiler, args, kwargs)
 
-    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Computes `forward` with graphs that `compiler` compiles, if there is one."""
         return self._ts_runner.call(compiler, args, kwargs)
 
-    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Calls one submodule, as generation calls an encoder; it has its own graphs."""
         return self._ts_runner.call(self._ts_runner.compiler, args, kwargs, path)
 
@@ -148,7 +148,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         """Whether the batch is split across ranks, which must then call the model together."""
         return bool(self._ts_runner.batch.axes)
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, **options: object) -> None:
         """Compiles the graphs of later calls with `torch.compile`, like the objective `{"compile": options}`.
 
         Args:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 # `torch.compiler.set_stance` asks this too, whether it is called in a compiled region; no public name (PyTorch 2.13.0).
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, StateDict, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
@@ -154,11 +154,11 @@ _STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
 """The classes of tensors that PyTorch's optimizers may step unwatched; others may rely on their own code."""
 
 
-def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+def _unwatched_step(step: Callable[..., object]) -> Callable[..., object]:
     """Wraps a step to take slices as plain tensors: PyTorch's optimizers handle them, and watching is slow."""
 
     @functools.wraps(step)
-    def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step_unwatched(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
         if not is_pytorchs or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
@@ -299,7 +299,7 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
             )
 
 
-def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Returns a state dict to load, with plain tensors instead of slices.
 
     Raises:
@@ -327,7 +327,7 @@ def _cut(value: object, parameter: ShardedParameter) -> object:
     return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
 
 
-def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _with_places(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Returns the optimizer's state dict; tensors of a slice's shape know their place in the full tensor."""
     parameters, mark = parameters_of(optimizer), _whole_copy if wants_whole() else _with_place
     states = dict(state_dict["state"])

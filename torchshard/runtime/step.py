@@ -15,10 +15,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import Node
 
 # Code that frees its arguments early, without a public name (PyTorch 2.13.0; the reason: pytorch/pytorch#83137).
 from torch.fx.graph import _BoxedCodeGen
@@ -27,7 +28,9 @@ from torchshard.core.autocast import autocasting
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
+from torchshard.core.types import Context
 from torchshard.custom_ops.carry import CARRY
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call
 from torchshard.distributed.ops import PLAIN
@@ -54,7 +57,9 @@ from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import ShardedParameter
 
 log = logging.getLogger("torchshard.runtime.step")
-Runnable = Callable[[fx.GraphModule], Callable[..., Any]]
+Run = Callable[..., Sequence[Argument]]
+"""Runs a graph of a rank on the values of its placeholders; returns its results."""
+Runnable = Callable[[fx.GraphModule], Run]
 """Makes a callable from a scheduled graph."""
 EAGER_CALLS = 1
 """The number of calls that run under PyTorch's autograd before the backward graph is made."""
@@ -63,7 +68,7 @@ EAGER_CALLS = 1
 class _Backward(NamedTuple):
     """A backward graph, ready to run."""
 
-    run: Callable[[list[Any]], tuple[Tensor | None, ...]]
+    run: Callable[[list[Argument]], Sequence[Tensor | None]]
     """Takes a list of the saved values and the gradients, and empties it to free their memory early."""
     saved: tuple[int, ...]
     """The indices of the values it takes, among those that forward saves."""
@@ -99,7 +104,7 @@ class Step:
         """The indices of the arguments that forward writes to."""
         self._backwards: dict[Gradients, _Backward | None] = {self.parts.given: self._backward(self.parts)}
 
-    def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
+    def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Argument, ...]:
         """Returns the segment's results.
 
         Args:
@@ -143,18 +148,17 @@ class Step:
         )
 
 
-def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None, ...]]:
+def _boxed(run: Run) -> Callable[[list[Argument]], Sequence[Tensor | None]]:
     """Returns a graph as a callable that takes its arguments in a list, and empties the list."""
     if isinstance(run, fx.GraphModule):
         run.graph.set_codegen(_BoxedCodeGen())
         run.recompile()
         return run
 
-    def boxed(arguments: list[Any]) -> tuple[Tensor | None, ...]:
+    def boxed(arguments: list[Argument]) -> Sequence[Tensor | None]:
         taken = tuple(arguments)
         arguments.clear()
-        gradients: tuple[Tensor | None, ...] = run(*taken)
-        return gradients
+        return run(*taken)
 
     return boxed
 
@@ -177,11 +181,11 @@ def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[Sent]:
+def _all_sent(made: Iterable[tuple[Segment, Run]]) -> list[Sent]:
     return [sent for _, step in made if isinstance(step, Step) for sent in step.sent]
 
 
-Steps = list[tuple[Segment, Callable[..., Any]]]
+Steps = list[tuple[Segment, Run]]
 """The segments of a rank's graph, each with its callable: a `Step`, or the graph of a view."""
 
 
@@ -189,7 +193,7 @@ def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, u
     """Returns the segments of a rank's graph, each with its callable for training."""
     written = {node.name for node in written_state(local.graph)}
 
-    def made_of(part: Segment) -> Callable[..., Any]:
+    def made_of(part: Segment) -> Run:
         if part.is_view:
             return with_direct_collectives(part.graph)
         return Step(part.graph, ranks, written, runnable, unsummed)
@@ -198,7 +202,7 @@ def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, u
         return [(part, made_of(part)) for part in segments(local)]
 
 
-def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Callable[..., Any]:
+def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Run:
     """Returns the callable of a rank's graph for calls without gradients."""
     scheduled = duplicate(local)
     schedule(scheduled)
@@ -217,7 +221,7 @@ class LazyStep:
     def __init__(
         self,
         local: fx.GraphModule,
-        under_autograd: Callable[..., Any],
+        under_autograd: Run,
         ranks: Ranks,
         runnable: Runnable = direct,
         unsummed: Collection[str] = (),
@@ -242,7 +246,7 @@ class LazyStep:
         """Whether there are graphs of forward and backward."""
         return self._segments is not None
 
-    def next_call(self) -> Callable[..., Any]:
+    def next_call(self) -> Run:
         """Returns the callable for the next call; at the second call, all ranks make the graphs together."""
         # `_top_saved_tensors_default_hooks`: no public reader of the hooks on saved tensors (PyTorch 2.13.0).
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -260,9 +264,9 @@ class LazyStep:
         steps = [(segment, step) for segment, step in self._segments or () if isinstance(step, Step)]
         return [values[segment.arguments[part.argument]] for segment, step in steps for part in step.parts.parts]
 
-    def _run(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
+    def _run(self, *tensors: Tensor, keeps: bool = False) -> tuple[Argument, ...]:
         """Runs the segments; returns the graph's results."""
-        values: dict[str | None, Any] = dict(zip(self._sources, tensors, strict=True))
+        values: dict[str | None, Argument] = dict(zip(self._sources, tensors, strict=True))
         values[None] = None
         for segment, step in self._segments or ():
             how = {"keeps": True} if keeps and isinstance(step, Step) else {}
@@ -273,7 +277,7 @@ class LazyStep:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, keeps: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Context, step: Step, keeps: bool, *tensors: Tensor) -> tuple[Argument, ...]:
         parts = step.parts
         ctx.step, ctx.keeps, ctx.call = step, keeps, running_call()
         ctx.arguments, ctx.versions = tensors, _versions(step, tensors)
@@ -291,7 +295,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     # `_disable_dynamo` is `torch.compiler.disable`, without its import of Dynamo (PyTorch 2.13.0).
     @torch._disable_dynamo
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(gradient is not None for gradient in gradients)
         plain = all(type(gradient) in PLAIN for gradient in gradients if gradient is not None)
         backward = None if torch.is_grad_enabled() or not plain else ctx.step.backward_for(given)
@@ -311,7 +315,7 @@ class _Function(torch.autograd.Function):
             return (None, None, *found)
 
 
-def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
+def _with_parts(ctx: Context, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
     """Returns the gradients of a step's arguments, including partial ones, which are summed or kept.
 
     A parameter keeps its partial gradients if `ctx.keeps`, and if autograd is about to add to its
@@ -338,10 +342,10 @@ def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> 
     return gradients
 
 
-def _accumulated(node: Any) -> ShardedParameter | None:
+def _accumulated(node: Node | None) -> ShardedParameter | None:
     """Returns the parameter if an autograd node is about to accumulate into its `grad`, else None."""
     parameter = getattr(node, "variable", None)
-    if not isinstance(parameter, ShardedParameter):
+    if node is None or not isinstance(parameter, ShardedParameter):
         return None
     try:
         # `_will_engine_execute_node` has no public name (PyTorch 2.13.0; added by pytorch/pytorch#84773).
@@ -350,7 +354,7 @@ def _accumulated(node: Any) -> ShardedParameter | None:
         return None
 
 
-def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _by_autograd(ctx: Context, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Computes the gradients of a step's arguments by PyTorch's autograd; the forward runs again.
 
     Raises:

@@ -166,7 +166,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             found = _own_attribute(type(self.source), name, attribute)
             return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
 
-    def _delegated(self, name: str) -> Any:
+    def _delegated(self, name: str) -> object:
         """Returns the value that the source's `__getattr__` finds: peft's look in the model that they wrap."""
         value = getattr(self.source, name)
         for path, module in self.source.named_modules():
@@ -228,7 +228,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     register_full_backward_hook: Callable[..., RemovableHandle] = _refuse_hooks
     register_full_backward_pre_hook: Callable[..., RemovableHandle] = _refuse_hooks
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Refuses the call of a submodule.
 
         Raises:
@@ -245,7 +245,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         """Refuses `torch.jit.script`, which calls this first and would compile the code of `forward`."""
         raise transform_error(self.source, "torch.jit.script", "script the unsharded model")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Copies a submodule with its model, which has added stand-ins for the source's tensors to `memo`."""
         if any(id(tensor) not in memo for tensor in (*self.source.parameters(), *self.source.buffers())):
             raise InputError(
@@ -330,7 +330,7 @@ def _hiding_methods(source: type) -> dict[str, object]:
     return hidden
 
 
-def _own_attribute(source: type, name: str, value: object) -> Any:
+def _own_attribute(source: type, name: str, value: object) -> object:
     """Returns an attribute of an unsharded module's class for its sharded module, the `self` of its methods."""
     if isinstance(value, (classmethod, staticmethod)):
         return staticmethod(value.__get__(None, source))
@@ -342,12 +342,12 @@ def _own_attribute(source: type, name: str, value: object) -> Any:
     return merging_method(source, name) or _with_slices(value, source, full_name)
 
 
-def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., Any]:
+def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., object]:
     """Returns a method that runs on a sharded module; it raises where it would treat a slice as the full tensor."""
     calls_super = "__class__" in inspect.unwrap(method).__code__.co_freevars
 
     @functools.wraps(method)
-    def run(self: ShardedSubmodule, *args: object, **kwargs: object) -> Any:
+    def run(self: ShardedSubmodule, *args: object, **kwargs: object) -> object:
         if calls_super and not isinstance(self, source):
             raise no_method(name, f"it calls super(), and a sharded model is no {source.__name__}", _AS_FORWARD)
         with warnings.catch_warnings(), running_method(name):

@@ -10,9 +10,8 @@ The op gets its own graph, under one choice of its row, which all ranks run:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,6 +30,7 @@ from torchshard.core.layouts import I, Layout, P, R, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.rng_states import keeping_rng_states
 from torchshard.core.rows import Choice, Row
+from torchshard.custom_ops.fx_types import Args, Argument, Kwargs, Target
 from torchshard.ir.editing import mark_needs_grad
 from torchshard.ir.graph import node_row, operands, values
 from torchshard.passes import rewrite
@@ -46,7 +46,7 @@ ADDENDS = 4
 """The number of addends of an operand that must be Partial: on three ranks the last rank gets 0 of them."""
 
 
-def check_rule(op: Any, *args: Any, ranks: Sequence[int] = (2, 3), **kwargs: Any) -> list[Choice]:
+def check_rule(op: Target, *args: Argument, ranks: Sequence[int] = (2, 3), **kwargs: Argument) -> list[Choice]:
     """Compares an op, split under every choice of its rule, with the full op: results and input gradients.
 
         testing.check_rule(torch.ops.mine.scale.default, torch.randn(5, 7, dtype=torch.float64, requires_grad=True), 2)
@@ -99,9 +99,9 @@ def _checked(call: OpCall, choice: Choice, ranks: int) -> Report:
 class OpCall:
     """One call of one op."""
 
-    target: Any
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Target
+    args: Sequence[Argument]
+    kwargs: Kwargs = field(default_factory=dict)
     hints: Sequence[Hint] = ()
     """(operand, layout): Shards to try in addition to plain, segmented and unit ones."""
     compares_values: bool = True
@@ -149,7 +149,7 @@ class OpCall:
         """
         made, model = self.planned(choice, ranks), _OneOp(self, choice)
         report = check_program(made.model, made.program, made.graph, made.args, {})
-        wanted = [len(model.results()), len(list(model.buffers())), sum(t.requires_grad for t in made.args)]
+        wanted = [len(model.results()), len(list(model.buffers())), sum(t.requires_grad for t in model.inputs)]
         kinds = [c.kind for c in report.comparisons]
         found = [kinds.count(kind) for kind in ("output", "buffer", "input gradient")]
         if found != wanted:
@@ -240,14 +240,14 @@ class _OpGraph:
         given = self._placeholders(tensors)
         layouts = iter(self.choice.operands if self.choice else ())
         made = [
-            self._operand(node, next(layouts, I)) if isinstance(leaf, Tensor) else leaf
-            for leaf, node in zip(self.model.leaves, given, strict=True)
+            self._operand(given[i], next(layouts, I)) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self.model.leaves)
         ]
         args, kwargs = self.model.rebuild(made)
         return self._call("op", self.model.call.target, args, kwargs, self.choice)
 
-    def _placeholders(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Adds the placeholders, buffers before inputs as in a captured graph."""
+    def _placeholders(self, tensors: Sequence[Tensor]) -> dict[int, fx.Node]:
+        """Adds the placeholders, buffers before inputs as in a captured graph; returns leaf -> its placeholder."""
         names = iter(flatten_call(self.model, tensors, {}).names)
         given, made = iter(tensors), dict[int, fx.Node]()
         leaves = [(i, leaf) for i, leaf in enumerate(self.model.leaves) if isinstance(leaf, Tensor)]
@@ -260,7 +260,7 @@ class _OpGraph:
             if self.model.call.divides_dynamic:
                 dynamic = {s.node.expr for s in node.meta["val"].shape if isinstance(s, torch.SymInt)}
                 self.module.meta["multiples"] = self.module.meta.get("multiples", frozenset()) | dynamic
-        return [made.get(i) for i in range(len(self.model.leaves))]
+        return made
 
     def _operand(self, node: fx.Node, layout: Layout) -> fx.Node:
         if node.meta["kind"] == "buffer":
@@ -269,7 +269,7 @@ class _OpGraph:
             return node
         return self._follow(f"{node.name}_sum", aten.sum.dim_IntList, (node, [0]), name="split a")
 
-    def _call(self, name: str, target: Any, args: Any, kwargs: Any, choice: Choice | None) -> fx.Node:
+    def _call(self, name: str, target: Target, args: Args, kwargs: Kwargs, choice: Choice | None) -> fx.Node:
         node = self.module.graph.create_node("call_function", target, tuple(args), dict(kwargs), name)
         fakes = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self.mode, torch.no_grad():
@@ -278,7 +278,7 @@ class _OpGraph:
             self.chosen[node.name] = choice
         return node
 
-    def _follow(self, node_name: str, target: Any, args: Any, **wanted: Any) -> fx.Node:
+    def _follow(self, node_name: str, target: Target, args: Args, **wanted: str | Sequence[Layout]) -> fx.Node:
         """Adds an op after or before the tested one, under its first choice with these fields."""
         node = self._call(node_name, target, args, {}, None)
         hints = [(i, x) for i, x in enumerate(wanted.get("operands", ())) if isinstance(x, Shard)]
