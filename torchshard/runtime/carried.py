@@ -33,7 +33,7 @@ from torchshard.core.rows import Choice, Row
 from torchshard.core.sharding import Sharding, split_text
 from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.distributed.group import Group
-from torchshard.weights.op_layouts import bound, call_of, planned
+from torchshard.weights.op_calls import bound, call_of, planned, tensors_in
 
 
 class CarriedSlice(Tensor):
@@ -140,8 +140,7 @@ class CarriedSlice(Tensor):
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
         made = func(*meta_args, **meta_kwargs)
         call = call_of(func, bound(func, meta_args, meta_kwargs), made)
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = [[t.sharding if isinstance(t, CarriedSlice) else I] for t in tensors]
+        given = [[t.sharding if isinstance(t, CarriedSlice) else I] for t in tensors_in((args, kwargs))]
         found = planned(call, given, self.group.size) if isinstance(made, Tensor) else None
         if found is None or found[1].results[0] == P:
             self._refuse(str(func))

@@ -13,20 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The decompositions of all ops; `torch._decomp` has no public name (PyTorch 2.13.0).
 # All decompositions; the public `torch.export.default_decompositions` lacks half of them (PyTorch 2.13.0).
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchshard.core.choices import choices, local_replacement
-from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
-from torchshard.core.overloads import functional_overload
-from torchshard.core.rows import Choice, Row
-from torchshard.custom_ops.fx_types import Args, Argument, Kwargs
-from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
-from torchshard.rules.pointwise import pointwise
+from torchshard.core.choices import local_replacement
+from torchshard.core.layouts import I, Layout, Shard, local_shape
+from torchshard.custom_ops.fx_types import Args, Kwargs
+from torchshard.rules import is_random
+from torchshard.weights.op_calls import bound, call_of, planned, tensors_in, without_writes
 
 aten = torch.ops.aten
 
@@ -205,10 +202,9 @@ class Level(TorchDispatchMode):
         self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor]
     ) -> list[Layout | Lost] | None:
         """Returns the layouts of an op's results by its row; None if no choice is legal without a replacement."""
-        target, named = _without_writes(func, args, kwargs)
+        target, named = without_writes(func, args, kwargs)
         call = call_of(target, named, made)
-        operands = [t for t in pytree.tree_leaves(list(named.values())) if isinstance(t, Tensor)]
-        found = planned(call, [_held(t, self.layout(t)) for t in operands], self._size, func.tags)
+        found = planned(call, [_held(t, self.layout(t)) for t in tensors_in(named)], self._size, func.tags)
         if found is None:
             return None
         row, choice = found
@@ -229,65 +225,8 @@ _SIZES = ("size", "shape", "sizes")
 """The names that PyTorch's ops use for the argument with the result's shape."""
 
 
-def tensors_in(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def _is_written(argument: torch.Argument) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def planned(
-    call: Call, given: Sequence[Collection[Layout | Lost]], size: int, tags: Sequence[torch.Tag] = ()
-) -> tuple[Row, Choice] | None:
-    """Returns an op's row and the choice that accepts the operands' layouts; None if no choice does.
-
-    Args:
-        given: the layouts that each operand fits.
-        size: the number of ranks.
-        tags: the tags of the called op; the target of `call` may be its functional overload.
-    """
-    row = row_of(call)
-    if row is None and torch.Tag.pointwise in tags and not is_random(call.target):
-        row = pointwise(call)
-    if row is None:
-        return None
-    hints = [(i, layout) for i, layouts in enumerate(given) for layout in layouts if isinstance(layout, Shard)]
-    for choice in choices(row, size, hints):
-        wanted = (I if is_whole(layout) else layout for layout in choice.operands)
-        if all(layout in layouts for layout, layouts in zip(wanted, given, strict=True)):
-            return row, choice
-    return None
-
-
-def call_of(target: OpOverload, named: Kwargs, made: object) -> Call:
-    """Returns the `Call` of an op for its rule.
-
-    Args:
-        named: the arguments by name; defaults are added.
-    """
-    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    bound = {**defaults, **named}
-    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), bound)
-    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
-    return Call(target, {a.name: typed[a.name] for a in target._schema.arguments if a.name in typed}, results)
-
-
-def bound(target: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Argument]:
-    """Returns the arguments of an op's call by their names."""
-    return {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
-
-
-def _without_writes(func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[OpOverload, dict[str, Argument]]:
-    """Returns the functional overload of an op without a rule, or the op itself, and the arguments by name."""
-    named = bound(func, args, kwargs)
-    functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
-    if functional is None:
-        return func, named
-    values = [named[a.name] for a in func._schema.arguments if a.name in named and not a.is_out]
-    names = [a.name for a in func._schema.arguments if a.name in named and not a.is_out]
-    # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
-    return functional, dict(zip((functional._schema.arguments[0].name, *names[1:]), values, strict=True))
 
 
 _FOREACH = "_foreach_"

@@ -25,6 +25,7 @@ from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import is_users
 from torchshard.weights.following import Function, Outcome, SliceType, follow
+from torchshard.weights.op_calls import tensors_in
 from torchshard.weights.op_layouts import Lost
 from torchshard.weights.place import SlicePlace, cuts_at, place_of, place_text
 
@@ -203,7 +204,7 @@ def explain(error: Exception, func: Callable[..., object], arguments: tuple[Args
         func: the function.
         arguments: its args and kwargs.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(arguments)
     slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
     others = [tuple(t.shape) for t in tensors if place_of(t) is None]
     for (own, place), shape in itertools.product(slices, others):
