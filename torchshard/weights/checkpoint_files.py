@@ -28,7 +28,8 @@ from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding, local_shape, placements_in
 from torchshard.core.types import is_count, is_of
 from torchshard.weights.boxes import Box, overlaps
-from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
+from torchshard.weights.safetensors_files import tensors_in
+from torchshard.weights.stored_tensors import FileTensor, StoredTensor
 
 MANIFEST: Final = "checkpoint.json"
 OBJECTS: Final = "objects.bin"

@@ -23,7 +23,8 @@ from torchshard.core.user_files import warn
 from torchshard.weights.checkpoint_files import is_checkpoint, model_tensors
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import ReadSlices
-from torchshard.weights.safetensors_files import StoredTensor, tensors_of
+from torchshard.weights.safetensors_files import tensors_of
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import Tape
 from torchshard.weights.transformers_models import converted, is_transformers
 

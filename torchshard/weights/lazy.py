@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 from torchshard.core.errors import InputError
 from torchshard.custom_ops.fx_types import Args, Argument, Kwargs
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import (
     Entry,
     GeneratorState,

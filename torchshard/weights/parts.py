@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.weights.boxes import Box, with_range
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import Entry, Slot, Tape
 
 aten = torch.ops.aten

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.custom_ops.fx_types import Args, Kwargs
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.stored_tensors import StoredTensor
 
 aten = torch.ops.aten
 _OVERWRITE_ALL = frozenset(
