@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import nightly
-from torchshard.checking.lockstep import convert
+from torchshard.checking.simulated import convert
 from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.core.mesh import simulated_name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchshard.checking.lockstep import SimulatedConversion
+from torchshard.checking.simulated import SimulatedConversion
 from torchshard.core.conversions import (
     TABLE,
     ConversionStep,

@@ -19,11 +19,11 @@ from tests.helpers import nightly
 from tests.models import CASES
 from torchshard import passes
 from torchshard.capture import flatten_call
-from torchshard.checking import steps
+from torchshard.checking import trials
 from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.checking.steps import Trial
+from torchshard.checking.trials import Trial
 from torchshard.compiler.program import Program
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
@@ -180,7 +180,9 @@ FAULTS: dict[str, Any] = {
     "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
     "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
     "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
-    "under autograd": lambda m: m.setattr(steps, "with_direct_collectives", _returning(steps.with_direct_collectives)),
+    "under autograd": lambda m: m.setattr(
+        trials, "with_direct_collectives", _returning(trials.with_direct_collectives)
+    ),
     "widen": lambda m: m.setattr(passes, "widen", _in_place(passes.widen)),
 }
 """Step between a rank's graph and its run -> function that puts a fault there."""

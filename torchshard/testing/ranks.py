@@ -183,6 +183,6 @@ def fail_on_bugs() -> None:
 
     Otherwise training falls back to autograd. The ranks of `run_ranks` call this function automatically.
     """
-    for name in ("torchshard.runtime.step", "torchshard.checking.steps"):
+    for name in ("torchshard.runtime.step", "torchshard.checking.trials"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_Bugs())
