@@ -42,7 +42,7 @@ from torchshard.planner.timeline import Messages, Work, course
 from torchshard.plans.costs import Collective, Sent
 from torchshard.plans.machine import MACHINES
 from torchshard.plans.proposals import meshes
-from torchshard.runtime.step import steps_of
+from torchshard.runtime.lazy_step import steps_of
 from torchshard.testing import PlannedCall, capture, rule_of
 
 aten = torch.ops.aten

@@ -35,7 +35,7 @@ from torchshard.ir.graph import fake_mode, results_of
 from torchshard.ops import OPS
 from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine
-from torchshard.runtime import step
+from torchshard.runtime import lazy_step, step
 from torchshard.testing import capture
 
 ROOT = Path(__file__).parents[1]
@@ -178,8 +178,8 @@ FAULTS: dict[str, Any] = {
     "direct": _wrong_function,
     "kernels": lambda m: [m.setitem(kernels.KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
     "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
-    "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
-    "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
+    "schedule": lambda m: m.setattr(lazy_step, "schedule", _in_place(lazy_step.schedule)),
+    "segments": lambda m: m.setattr(lazy_step, "segments", _returning(lazy_step.segments)),
     "under autograd": lambda m: m.setattr(
         trials, "with_direct_collectives", _returning(trials.with_direct_collectives)
     ),

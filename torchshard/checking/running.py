@@ -20,7 +20,8 @@ from torchshard.custom_ops.fx_types import Args, Argument
 from torchshard.distributed.group import ALONE
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import placeholders, results_of
-from torchshard.runtime.step import Run, Step, Steps, steps_of, without_gradients
+from torchshard.runtime.lazy_step import Steps, steps_of, without_gradients
+from torchshard.runtime.step import Run, Step
 
 Values = Sequence[Sequence[Argument]]
 """For each rank, the values of its graph's placeholders."""

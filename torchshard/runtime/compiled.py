@@ -27,8 +27,9 @@ from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
+from torchshard.runtime.lazy_step import LazyStep, without_gradients
 from torchshard.runtime.results_beside import results_beside
-from torchshard.runtime.step import LazyStep, Run, with_direct_collectives, without_gradients
+from torchshard.runtime.step import Run, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16

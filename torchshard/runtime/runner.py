@@ -30,9 +30,10 @@ from torchshard.runtime.carried import mark, mark_whole
 from torchshard.runtime.compilation import Compiler
 from torchshard.runtime.compiled import Compiled, GraphCache
 from torchshard.runtime.later_sums import sum_kept
+from torchshard.runtime.lazy_step import LazyStep
 from torchshard.runtime.reader import CallReader
 from torchshard.runtime.results_beside import refuse_hooks
-from torchshard.runtime.step import LazyStep, Run
+from torchshard.runtime.step import Run
 from torchshard.runtime.store import WeightStore
 from torchshard.runtime.submodule import Unsharded
 from torchshard.weights.local_slice import unwatched
