@@ -41,7 +41,8 @@ from torchshard.runtime.runner import Runner
 from torchshard.runtime.shardings import Shardings
 from torchshard.runtime.start import WeightsLike, agreed_start
 from torchshard.runtime.store import WeightStore
-from torchshard.runtime.submodule import ShardedSubmodule, class_of_model
+from torchshard.runtime.submodule import ShardedSubmodule
+from torchshard.runtime.submodule_classes import class_of_model
 from torchshard.weights.folder import Weights
 from torchshard.weights.over_ranks import check_other_group
 
@@ -60,7 +61,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         """Creates an instance of a subclass with the unsharded forward's signature, which training loops read."""
         if cls is not ShardedModule:
             return object.__new__(cls)
-        return cast(Self, object.__new__(class_of_model(cls, cast(nn.Module, args[0]))))
+        return object.__new__(class_of_model(cls, cast(nn.Module, args[0])))
 
     def __init__(
         self,
