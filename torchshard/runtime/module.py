@@ -36,7 +36,8 @@ from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.generation import generation_method
-from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
+from torchshard.runtime.optimizer_states import mark_state_dicts
+from torchshard.runtime.optimizers import observe_steps
 from torchshard.runtime.runner import Runner
 from torchshard.runtime.shardings import Shardings
 from torchshard.runtime.start import WeightsLike, agreed_start
