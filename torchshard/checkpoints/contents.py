@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
@@ -32,9 +32,8 @@ from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
-from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizer_classes import check_class_of_slices
-from torchshard.runtime.optimizers import is_slice_state
+from torchshard.runtime.optimizer_states import is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
@@ -226,48 +225,6 @@ def _state_item(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...",
         )
     return Item(item.tensor, parameter.sharding, parameter.whole)
-
-
-def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
-    """Encodes plain objects as bytes, each on its own.
-
-    Raises:
-        InputError: one of them is not plain.
-    """
-    parts = dict[str, bytes]()
-    for name, value in objects.items():
-        place = next(_slices_in(value, name), None)
-        if place is not None:
-            raise InputError(
-                f"a checkpoint can't hold what {name} has",
-                where=f"ts.save, {place}",
-                why="it is this rank's slice, and what is no tensor of the model is written once for all ranks",
-                attempt="ts.save(another folder, copy), for a copy.deepcopy(model) that holds such tensors; or whole "
-                "tensors, as full_state_dict() has them",
-            )
-        try:
-            parts[name] = encode(value, allow_pickle=False)
-        except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
-            why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            raise InputError(
-                f"a checkpoint can't hold what {name} has",
-                where=f"ts.save, {name}",
-                why=f"{why.partition(chr(10))[0]}; opening a pickle may run any code",
-                attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
-            ) from None
-    return parts
-
-
-def _slices_in(value: object, place: str) -> Iterator[str]:
-    """Yields the places of slices in plain containers."""
-    if isinstance(value, LocalSlice):
-        yield place
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _slices_in(item, f"{place}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _slices_in(item, f"{place}[{i}]")
 
 
 def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:

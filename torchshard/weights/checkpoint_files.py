@@ -80,7 +80,6 @@ class Checkpoint:
     """By name: 'model/<name>' or 'optimizer/<number>/<state>/<name of the parameter>'."""
     aliases: Mapping[str, str]
     """Alias of a tied parameter -> its first name, both as in `tensors`."""
-
     digest: str
     """The hash of objects.bin."""
 
@@ -116,34 +115,6 @@ def is_checkpoint(folder: Path) -> bool:
 def digest(data: bytes) -> str:
     """Returns the hash of a file's content."""
     return hashlib.sha256(data).hexdigest()
-
-
-def manifest(
-    id_: str,
-    files: Mapping[str, int],
-    objects: bytes,
-    layouts: Mapping[str, str],
-    aliases: Mapping[str, str],
-    mesh: Mapping[str, int],
-) -> bytes:
-    """Returns the content of checkpoint.json.
-
-    Args:
-        files: name within the data folder -> its size in bytes.
-        objects: the content of objects.bin.
-        layouts: tensor -> '<sharding> <global shape>'.
-        mesh: axis, outermost first -> the number of ranks along it.
-    """
-    body = {
-        "format": FORMAT,
-        "id": id_,
-        "files": files,
-        "mesh": mesh,
-        "objects": digest(objects),
-        "tensors": layouts,
-        "aliases": aliases,
-    }
-    return json.dumps(body, indent=1).encode()
 
 
 def file_metadata(id_: str, name: str) -> dict[str, str]:
