@@ -19,14 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import (
-    check_inputs,
-    check_weights,
-    copy_model,
-    copy_with_values,
-    flatten,
-    flatten_call,
-)
+from torchshard.capture import check_inputs, check_weights, copy_model, copy_with_values, flatten, flatten_call
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.compare import TOLERANCES, Results, compare, error_of_pieces, noise_ceiling

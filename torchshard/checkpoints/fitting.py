@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
-from torchshard.checkpoints.contents import (
-    Item,
-    Stateful,
-    check_generator_states,
-    stateful_modules,
-    tied_names,
-)
+from torchshard.checkpoints.contents import Item, Stateful, check_generator_states, stateful_modules, tied_names
 from torchshard.core.errors import InputError, in_short
 from torchshard.core.mesh import Place
 from torchshard.core.modules import named_tensors

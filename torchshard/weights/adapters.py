@@ -15,7 +15,8 @@ from torch import nn
 from torchshard.core.errors import InputError
 from torchshard.core.types import Theirs
 from torchshard.weights.folder import Weights, fitting
-from torchshard.weights.lazy import LazyTensor, file_tensor, lazy
+from torchshard.weights.lazy import LazyTensor
+from torchshard.weights.recording import file_tensor, lazy
 from torchshard.weights.safetensors_files import tensors_of
 from torchshard.weights.tape import Tape
 

@@ -41,14 +41,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
 from torchshard.weights.dcp import Checkpointable
 from torchshard.weights.following import SliceType
-from torchshard.weights.over_ranks import (
-    NORMS,
-    OPS,
-    check_overwriting,
-    join_overflow,
-    whole_norms,
-    with_identity,
-)
+from torchshard.weights.over_ranks import NORMS, OPS, check_overwriting, join_overflow, whole_norms, with_identity
 from torchshard.weights.place import NOWHERE, PLACE, SlicePlace, held_at, place_text, slice_place, types_of
 from torchshard.weights.slice_calls import OVERWRITING, SliceCall, explain
 

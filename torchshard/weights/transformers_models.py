@@ -20,7 +20,8 @@ from torchshard.core.modules import named_tensors
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.types import Theirs
 from torchshard.custom_ops.fx_types import Args, Kwargs
-from torchshard.weights.lazy import LazyTensor, lazy
+from torchshard.weights.lazy import LazyTensor
+from torchshard.weights.recording import lazy
 from torchshard.weights.safetensors_files import tensors_of
 
 
