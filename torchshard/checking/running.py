@@ -21,7 +21,7 @@ from torchshard.distributed.group import ALONE
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import placeholders, results_of
 from torchshard.runtime.lazy_step import Steps, steps_of, without_gradients
-from torchshard.runtime.step import Run, Step
+from torchshard.runtime.step import RunGraph, Step
 
 Values = Sequence[Sequence[Argument]]
 """For each rank, the values of its graph's placeholders."""
@@ -55,7 +55,7 @@ def training(graphs: Sequence[fx.GraphModule]) -> Execute:
     return lambda values: _by_steps(graphs, steps, values)
 
 
-def _run(made: Sequence[Run], values: Values, *, by_kernels: bool = True) -> list[list[Argument]]:
+def _run(made: Sequence[RunGraph], values: Values, *, by_kernels: bool = True) -> list[list[Argument]]:
     graphs, record = cast(Sequence[fx.GraphModule], made), [_as_it_is] * len(made)
     return lockstep.run(graphs, values, record, by_kernels=by_kernels)
 

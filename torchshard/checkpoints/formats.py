@@ -89,10 +89,7 @@ def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters:
             (folder / INDEX).unlink(missing_ok=True)
             return
         (folder / "model.safetensors").unlink(missing_ok=True)
-        index = {
-            "metadata": {"total_parameters": parameters, **split.metadata},
-            "weight_map": split.tensor_to_filename,
-        }
+        index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return FolderFormat(files, write_index)
@@ -191,10 +188,7 @@ def _adapters(source: Theirs, state: Mapping[str, Tensor]) -> FolderFormat:
             config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
             config.inference_mode = True
             if config.task_type is None:
-                config.auto_mapping = {
-                    "base_model_class": type(base).__name__,
-                    "parent_library": type(base).__module__,
-                }
+                config.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
             config.save_pretrained(folder / place)
 
     return FolderFormat(files, write_configs)

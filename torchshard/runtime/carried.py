@@ -75,11 +75,7 @@ class CarriedSlice(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         if torch.is_grad_enabled() and func.__name__ not in _READS:
             for tensor in pytree.tree_leaves((args, kwargs)):
@@ -91,11 +87,7 @@ class CarriedSlice(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload,
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         slices = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]

@@ -29,7 +29,7 @@ from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
 from torchshard.runtime.lazy_step import LazyStep, without_gradients
 from torchshard.runtime.results_beside import results_beside
-from torchshard.runtime.step import Run, with_direct_collectives
+from torchshard.runtime.step import RunGraph, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
@@ -58,7 +58,7 @@ class Compiled:
     model_call: ModelCall
     """The call that the graph was captured for, without values."""
     ranks: Ranks
-    _inference: dict[Compiler | None, Run] = field(default_factory=dict)
+    _inference: dict[Compiler | None, RunGraph] = field(default_factory=dict)
     _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
     @property
@@ -66,7 +66,7 @@ class Compiled:
         """Whether training calls run forward and backward graphs, instead of autograd over the forward."""
         return any(step.has_graphs for step in self._training.values())
 
-    def inference(self, compiler: Compiler | None) -> Run:
+    def inference(self, compiler: Compiler | None) -> RunGraph:
         """Returns the callable for calls without gradients, compiled if `compiler` can compile the graph."""
         compiler = self._usable(compiler)
         if compiler not in self._inference:

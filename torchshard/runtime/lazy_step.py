@@ -16,18 +16,18 @@ from torchshard.ir.editing import duplicate
 from torchshard.ir.graph import placeholders, results_of, written_state
 from torchshard.passes import Segment, direct, has_backward, schedule, segments, sums_wider
 from torchshard.runtime.sent import Sent, on_all_ranks
-from torchshard.runtime.step import Run, Runnable, Step, with_direct_collectives
+from torchshard.runtime.step import RunGraph, Runnable, Step, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.step")
 EAGER_CALLS = 1
 """The number of calls that run under PyTorch's autograd before the backward graph is made."""
 
 
-def _all_sent(made: Iterable[tuple[Segment, Run]]) -> list[Sent]:
+def _all_sent(made: Iterable[tuple[Segment, RunGraph]]) -> list[Sent]:
     return [sent for _, step in made if isinstance(step, Step) for sent in step.sent]
 
 
-Steps = list[tuple[Segment, Run]]
+Steps = list[tuple[Segment, RunGraph]]
 """The segments of a rank's graph, each with its callable: a `Step`, or the graph of a view."""
 
 
@@ -35,7 +35,7 @@ def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, u
     """Returns the segments of a rank's graph, each with its callable for training."""
     written = {node.name for node in written_state(local.graph)}
 
-    def made_of(part: Segment) -> Run:
+    def made_of(part: Segment) -> RunGraph:
         if part.is_view:
             return with_direct_collectives(part.graph)
         return Step(part.graph, ranks, written, runnable, unsummed)
@@ -44,7 +44,7 @@ def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, u
         return [(part, made_of(part)) for part in segments(local)]
 
 
-def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Run:
+def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> RunGraph:
     """Returns the callable of a rank's graph for calls without gradients."""
     scheduled = duplicate(local)
     schedule(scheduled)
@@ -63,7 +63,7 @@ class LazyStep:
     def __init__(
         self,
         local: fx.GraphModule,
-        under_autograd: Run,
+        under_autograd: RunGraph,
         ranks: Ranks,
         runnable: Runnable = direct,
         unsummed: Collection[str] = (),
@@ -88,7 +88,7 @@ class LazyStep:
         """Whether there are graphs of forward and backward."""
         return self._segments is not None
 
-    def next_call(self) -> Run:
+    def next_call(self) -> RunGraph:
         """Returns the callable for the next call; at the second call, all ranks make the graphs together."""
         # `_top_saved_tensors_default_hooks`: no public reader of the hooks on saved tensors (PyTorch 2.13.0).
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -33,7 +33,7 @@ from torchshard.runtime.later_sums import sum_kept
 from torchshard.runtime.lazy_step import LazyStep
 from torchshard.runtime.reader import CallReader
 from torchshard.runtime.results_beside import refuse_hooks
-from torchshard.runtime.step import Run
+from torchshard.runtime.step import RunGraph
 from torchshard.runtime.store import WeightStore
 from torchshard.runtime.submodule import Unsharded
 from torchshard.weights.local_slice import unwatched
@@ -194,7 +194,7 @@ class Runner:
             raise error
         return returned
 
-    def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Run:
+    def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> RunGraph:
         """Returns the callable for a call: with a backward graph if gradients are enabled.
 
         PyTorch's autograd computes the backward if PyTorch traces the call, or if each collective

@@ -45,9 +45,9 @@ from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import ShardedParameter
 
 log = logging.getLogger("torchshard.runtime.step")
-Run = Callable[..., Sequence[Argument]]
+RunGraph = Callable[..., Sequence[Argument]]
 """Runs a graph of a rank on the values of its placeholders; returns its results."""
-Runnable = Callable[[fx.GraphModule], Run]
+Runnable = Callable[[fx.GraphModule], RunGraph]
 """Makes a callable from a scheduled graph."""
 
 
@@ -134,7 +134,7 @@ class Step:
         )
 
 
-def _boxed(run: Run) -> Callable[[list[Argument]], Sequence[Tensor | None]]:
+def _boxed(run: RunGraph) -> Callable[[list[Argument]], Sequence[Tensor | None]]:
     """Returns a graph as a callable that takes its arguments in a list, and empties the list."""
     if isinstance(run, fx.GraphModule):
         run.graph.set_codegen(_BoxedCodeGen())

@@ -184,11 +184,7 @@ class LocalSlice(Checkpointable):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Collection[type],
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Callable[..., object], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         module = caller(func)

@@ -136,12 +136,7 @@ class Level(TorchDispatchMode):
         return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
 
     def _layouts_of(
-        self,
-        func: OpOverload,
-        given: Sequence[Layout | Lost],
-        args: Args,
-        kwargs: Kwargs,
-        made: Sequence[Tensor],
+        self, func: OpOverload, given: Sequence[Layout | Lost], args: Args, kwargs: Kwargs, made: Sequence[Tensor]
     ) -> Sequence[Layout | Lost] | None:
         """Returns the layouts of an op's results; None if its row does not determine them."""
         if all(layout == I for layout in given):
@@ -150,12 +145,7 @@ class Level(TorchDispatchMode):
         return [lost] * len(made) if lost is not None else self._planned(func, args, kwargs, made)
 
     def _note_results(
-        self,
-        func: OpOverload,
-        args: Args,
-        kwargs: Kwargs,
-        made: Sequence[Tensor],
-        layouts: Sequence[Layout | Lost],
+        self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor], layouts: Sequence[Layout | Lost]
     ) -> None:
         if not made:
             raise NotImplementedError(func)  # it returns no tensor

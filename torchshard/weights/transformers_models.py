@@ -26,11 +26,7 @@ from torchshard.weights.safetensors_files import tensors_of
 
 
 def lazy_pretrained(
-    folder: str | os.PathLike[str],
-    dtype: torch.dtype | str | None,
-    *,
-    train: bool = False,
-    initialise: bool = True,
+    folder: str | os.PathLike[str], dtype: torch.dtype | str | None, *, train: bool = False, initialise: bool = True
 ) -> nn.Module:
     """Builds the lazy model of a folder's config.json, like `from_pretrained` of transformers.
 
