@@ -56,12 +56,8 @@ def training(graphs: Sequence[fx.GraphModule]) -> Execute:
 
 
 def _run(made: Sequence[RunGraph], values: Values, *, by_kernels: bool = True) -> list[list[Argument]]:
-    graphs, record = cast(Sequence[fx.GraphModule], made), [_as_it_is] * len(made)
-    return lockstep.run(graphs, values, record, by_kernels=by_kernels)
-
-
-def _as_it_is(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
-    return value
+    graphs, as_it_is = cast(Sequence[fx.GraphModule], made), [lambda node, value, args: value] * len(made)
+    return lockstep.run(graphs, values, as_it_is, by_kernels=by_kernels)
 
 
 def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: Values) -> list[list[Argument]]:

@@ -163,7 +163,8 @@ class Runner:
         if self._is_in_no_sync:
             return "in a later one"
         parameters = self._store.tensors.parameters().values()
-        return "with those of earlier calls" if any(map(_is_unsummed, parameters)) else "in its backward"
+        is_unsummed = any(getattr(parameter, "unsummed", None) for parameter in parameters)
+        return "with those of earlier calls" if is_unsummed else "in its backward"
 
     def _can_run_ahead(self, call: PreparedCall, compiler: Compiler | None) -> bool:
         """Returns whether the call's graph may start before the ranks have verified the call.
@@ -233,10 +234,6 @@ class Runner:
         if self.batch.group is not None:
             mark_whole(kept, layouts[count:])
         return captured.finish([*results, *kept], call.arguments)
-
-
-def _is_unsummed(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "unsummed", None))
 
 
 def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:

@@ -150,7 +150,7 @@ class Level(TorchDispatchMode):
         if not made:
             raise NotImplementedError(func)  # it returns no tensor
         named = bound(func, args, kwargs)
-        written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
+        written = [named[a.name] for a in func._schema.arguments if a.name in named and a.is_write]
         for tensor, layout in zip(made, layouts, strict=True):
             if not any(tensor is target for target in written):
                 self.note(tensor, layout)
@@ -213,10 +213,6 @@ def _held(tensor: Tensor, layout: Layout | Lost) -> list[Layout | Lost]:
 
 _SIZES = ("size", "shape", "sizes")
 """The names that PyTorch's ops use for the argument with the result's shape."""
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 _FOREACH = "_foreach_"
