@@ -133,8 +133,7 @@ def test_a_letter_of_a_row_is_a_factor(module: str) -> None:
 
 
 USERS_OBJECTS = {
-    "capture.namespaces: owner", "custom_ops.whole: function", "testing.rules: target",
-    "weights.tape: op",
+    "capture.namespaces: owner", "custom_ops.whole: function",
 }  # fmt: skip
 """Fields for objects of the user or of PyTorch, which may have any type."""
 

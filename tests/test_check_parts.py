@@ -18,11 +18,11 @@ from tests.helpers import DTYPES, nightly
 from tests.models import CASES
 from torchshard import passes
 from torchshard.capture import flatten_call
-from torchshard.checking import steps
+from torchshard.checking import trials
 from torchshard.checking.check import BY_GRAPHS
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.checking.steps import Trial
+from torchshard.checking.trials import Trial
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
@@ -31,7 +31,7 @@ from torchshard.ir.fake_values import faking
 from torchshard.ir.graph import fake_mode, results_of
 from torchshard.ops import OPS
 from torchshard.passes import Partition, step_graphs
-from torchshard.runtime import step
+from torchshard.runtime import lazy_step, step
 from torchshard.testing import capture
 
 
@@ -109,9 +109,11 @@ FAULTS: dict[str, Any] = {
     "direct": _wrong_function,
     "kernels": lambda m: [m.setitem(kernels.KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
     "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
-    "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
-    "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
-    "under autograd": lambda m: m.setattr(steps, "with_direct_collectives", _returning(steps.with_direct_collectives)),
+    "schedule": lambda m: m.setattr(lazy_step, "schedule", _in_place(lazy_step.schedule)),
+    "segments": lambda m: m.setattr(lazy_step, "segments", _returning(lazy_step.segments)),
+    "under autograd": lambda m: m.setattr(
+        trials, "with_direct_collectives", _returning(trials.with_direct_collectives)
+    ),
     "widen": lambda m: m.setattr(passes, "widen", _in_place(passes.widen)),
 }
 """Step between a rank's graph and its run -> function that puts a fault there."""

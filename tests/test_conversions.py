@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torchshard as ts
 from tests import conversion_cases
-from torchshard.checking.lockstep import SimulatedConversion
+from torchshard.checking.simulated import SimulatedConversion
 from torchshard.core.conversions import (
     TABLE,
     ConversionStep,

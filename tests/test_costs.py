@@ -22,9 +22,9 @@ from tests.helpers import allocated, holding, nightly
 from tests.models import MLP
 from tests.priced import MESHES, PRICED, priced
 from tests.test_experts import _model as mixture
-from torchshard.checking import lockstep
-from torchshard.checking.check import trial_of
+from torchshard.checking import lockstep, simulated
 from torchshard.checking.exchanges import exchanged
+from torchshard.checking.trials import trial_of
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.compiler.meshes import read_mesh
 from torchshard.core.choices import choices
@@ -43,7 +43,7 @@ from torchshard.planner.timeline import Messages, Work, course
 from torchshard.plans.costs import Collective, Sent
 from torchshard.plans.machine import MACHINES
 from torchshard.plans.proposals import meshes
-from torchshard.runtime.step import steps_of
+from torchshard.runtime.lazy_step import steps_of
 from torchshard.testing import PlannedCall, capture, rule_of
 
 aten = torch.ops.aten
@@ -230,7 +230,7 @@ def _counted(made: PlannedCall, monkeypatch: pytest.MonkeyPatch) -> list[float]:
             return exchanged(parts)
 
         with monkeypatch.context() as patch:
-            patch.setattr(lockstep, "exchanged", noted)
+            patch.setattr(simulated, "exchanged", noted)
             return run(requests, **how)
 
     with monkeypatch.context() as patch:

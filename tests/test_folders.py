@@ -22,10 +22,11 @@ from tests.helpers import refused
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.core.sharding import Sharding
-from torchshard.weights.lazy import LazyTensor, file_tensor
+from torchshard.weights.lazy import LazyTensor
 from torchshard.weights.materialize import read_slices
 from torchshard.weights.parts import READERS, Parts, Wanted
 from torchshard.weights.progress import Progress
+from torchshard.weights.recording import file_tensor
 from torchshard.weights.safetensors_files import INDEX, tensors_in, tensors_of
 from torchshard.weights.tape import Tape
 

@@ -110,7 +110,7 @@ PRIVATE: dict[str, str] = {
     "torch._C._VariableFunctions": "passes/direct",
     "torch._C._autograd._pop_saved_tensors_default_hooks": "capture/transforms",
     "torch._C._autograd._push_saved_tensors_default_hooks": "capture/transforms",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "capture/modes capture/transforms runtime/step",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "capture/modes capture/transforms runtime/lazy_step",
     "torch._C._current_graph_task_id": "runtime/batches",
     "torch._C._disabled_torch_function_impl": "capture/models weights/lazy",
     "torch._C._dynamo.eval_frame.get_eval_frame_callback": "runtime/optimizers",

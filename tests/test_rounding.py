@@ -159,14 +159,14 @@ def test_a_model_that_refuses_float64_is_told() -> None:
 
 
 def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    local_state = sys.modules["torchshard.checking.steps"].local_state
+    local_state = sys.modules["torchshard.checking.trials"].local_state
 
     def trained(*args: Any) -> dict[str, Tensor]:
         return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
 
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False)), torch.randn(3, 6)
     assert ts.check(model, {"0": "column"}, example_inputs=(x,), mesh=2).ok
-    monkeypatch.setattr("torchshard.checking.steps.local_state", trained)
+    monkeypatch.setattr("torchshard.checking.trials.local_state", trained)
     report = ts.check(model, {"0": "column"}, example_inputs=(x,), mesh=2)
     assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 

@@ -31,7 +31,7 @@ from torchshard.rules import rule
 from torchshard.runtime.measure import measure_machine
 from torchshard.runtime.module import ShardedModule
 from torchshard.runtime.training import GradScaler, clip_grad_norm_
-from torchshard.weights.lazy import lazy
+from torchshard.weights.recording import lazy
 
 __all__ = [
     "CaptureError", "DecodeStep", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES",

@@ -14,32 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import (
-    Captured,
-    check_inputs,
-    check_weights,
-    copy_model,
-    copy_with_values,
-    flatten,
-    flatten_call,
-)
+from torchshard.capture import check_inputs, check_weights, copy_model, copy_with_values, flatten, flatten_call
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
-from torchshard.checking.compare import TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
+from torchshard.checking.compare import TOLERANCES, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.checking.report import Report
-from torchshard.checking.steps import Run, Trial
+from torchshard.checking.steps import Run
+from torchshard.checking.trials import Trial, trial_of
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.compiler.prepare import check_examples, prepared
 from torchshard.compiler.program import Program, program
 from torchshard.core.errors import CaptureError, InputError, in_short
-from torchshard.core.rng_states import keeping_rng_states, rng_states
+from torchshard.core.rng_states import keeping_rng_states
 from torchshard.core.sharding import Sharding
 from torchshard.ir.axes import shardings_of
 from torchshard.ir.graph import is_tensor, where
@@ -58,8 +51,8 @@ WIDER = (torch.float64, torch.float32)
 def check(
     model: nn.Module,
     plan: PlanLike = "auto",
-    example_inputs: Sequence[Any] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] | None = None,
+    example_kwargs: Mapping[str, object] | None = None,
     *,
     mesh: MeshLike = None,
     objective: ObjectiveLike | None = None,
@@ -74,10 +67,9 @@ def check(
         example_inputs, example_kwargs: the arguments of a call of `model`, with the batch of all ranks, as for
             `inputs="global"`.
         mesh: as in `shard`, with any number of ranks: `mesh=8`, `{"dp": 2, "tp": 4}`.
-        dtype: the floating dtype to compare in (model and inputs are cast), or None to keep them.
-            If the model then computes in less than float64 anywhere, its graph is compared in
-            float64 too, and the capture of a narrower model with the model cast to float64: a
-            missing collective may change less than bfloat16 rounds away.
+        dtype: the floating dtype to compare in (model and inputs are cast), or None to keep them. If the model then
+            computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
+            model with the model cast to float64: a missing collective may change less than bfloat16 rounds away.
 
     Raises:
         InputError: the model does not run in `dtype`, or the objective is for calls without gradients.
@@ -132,15 +124,10 @@ def check_program(
     trial, graph = trial_of(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
         graphs = lockstep.rank_graphs(graph, compiled.axis, compiled.batches)
-        sides = _Sides(_expected(trial), graph, graphs, compiled, by_graphs)
+        with _telling_of_dtype(model):
+            sides = _Sides(trial.unsharded(), graph, graphs, compiled, by_graphs)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
-
-
-def _expected(trial: Trial) -> Results:
-    """The results of the unsharded model; raises InputError if it does not run."""
-    with _telling_of_dtype(trial.model):
-        return trial.unsharded()
 
 
 @contextmanager
@@ -154,11 +141,6 @@ def _telling_of_dtype(model: nn.Module) -> Iterator[None]:
             why=in_short(error),
             attempt="tensors that forward makes in the dtype of its input (dtype=x.dtype); or dtype=None, for no cast",
         ) from error
-
-
-def trial_of(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:
-    call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
-    return Trial(model, captured, call, rng_states((*model.parameters(), *call.tensors)))
 
 
 @dataclass(frozen=True)
@@ -177,7 +159,7 @@ class _Sides:
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """Compares both sides in the trial's precision."""
     made = sides.made
-    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance)
+    comparisons = compare(sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance, lambda: trial)
     report = Report(made.mesh.size, tolerance, comparisons)
     if report.ok:
         return _with_graphs(report, trial, sides) if sides.by_graphs else report
@@ -189,33 +171,18 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
 def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
     """Adds the graphs that ranks run instead of autograd, with their last passes and real kernels."""
     values = replace(sides.expected, input_grads={}, parameter_grads={})
-    for name, expected, run in (
-        (BY_CALLS, values, trial.without_gradients),
-        (BY_GRAPHS, sides.expected, trial.by_graphs),
-    ):
+    runs = (BY_CALLS, values, trial.without_gradients), (BY_GRAPHS, sides.expected, trial.by_graphs)
+    for name, expected, run in runs:
         found = run(sides.graphs, sides.made)
         if found is None:
             continue
-        others = _comparisons(trial, expected, found, sides.made.held, report.tolerance)
+        others = compare(expected, found, sides.made.held, report.tolerance, lambda: trial)
         errors = {(c.kind, c.name): c for c in others}
         worse = (max(c, errors.get((c.kind, c.name), c), key=lambda c: c.error) for c in report.comparisons)
         report = replace(report, comparisons=tuple(worse))
         if not report.ok:
             return replace(report, diverges_at=name)
     return report
-
-
-def _comparisons(
-    trial: Trial,
-    expected: Results,
-    run: Run,
-    shardings: Mapping[str, Sharding],
-    tolerance: float,
-    *,
-    flips: bool = False,
-) -> tuple[Comparison, ...]:
-    """Compares every tensor of a step with the unsharded one's."""
-    return compare(expected, run, shardings, tolerance, lambda: trial, flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -227,11 +194,11 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     if report.ok or report.widened is None:
         return report
     made, tolerance = sides.made, report.tolerance
-    captured = _comparisons(trial, sides.expected, trial.whole(), {}, tolerance)
+    captured = compare(sides.expected, trial.whole(), {}, tolerance, lambda: trial)
     if any(c.error > tolerance for c in captured):
         return report
     run = trial.sharded(sides.graphs, made)
-    comparisons = _comparisons(trial, sides.expected, run, made.held, tolerance, flips=True)
+    comparisons = compare(sides.expected, run, made.held, tolerance, lambda: trial, flips=True)
     excused = replace(report, comparisons=comparisons, diverges_at="", flips=True)
     return excused if excused.ok else report
 
@@ -246,7 +213,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwa
         captured = prepared(wide, args, kwargs)
         trial, tolerance = trial_of(wide, captured, args, kwargs), tolerance_of(captured.graph)
         with keeping_rng_states(trial.tensors):
-            comparisons = _comparisons(trial, trial.unsharded(), trial.whole(), {}, tolerance)
+            comparisons = compare(trial.unsharded(), trial.whole(), {}, tolerance, lambda: trial)
     except Exception as error:  # a model that refuses this dtype
         return replace(report, uncaptured=in_short(error))
     return replace(report, captured=Report(1, tolerance, comparisons))

@@ -2,9 +2,7 @@
 
 Lockstep needs no process group. Each rank runs its own localized graph up to its next collective
 and waits there. When all ranks of a group have arrived at the same collective, it runs for all of
-them by the definition of the layouts: join the full value from the ranks' pieces, and split it by
-the target layout. Its backward does the same with the dual layouts. One autograd tape spans all
-ranks.
+them, by the definition of the layouts (`simulated`). One autograd tape spans all ranks.
 
 The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a
 graph. Graphs after their last pass, which run without autograd, run a second time with the kernels
@@ -13,31 +11,26 @@ of real ranks (see `exchanges`).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from torchshard.checking.exchanges import exchanged
+from torchshard.checking.simulated import Request, run_collective
 from torchshard.compiler.divided import DividedBatch, rank_before
-from torchshard.core.conversions import kernels, source_and_target
+from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
-from torchshard.core.layouts import Layout, dual, is_whole, join, split
-from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
+from torchshard.core.layouts import split
+from torchshard.core.mesh import Mesh, MeshAxis, Place, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
-from torchshard.distributed.convert import own_part
-from torchshard.distributed.experts import KERNELS
-from torchshard.distributed.group import Group
 from torchshard.distributed.ops import unwrapped
-from torchshard.ir.graph import where
-from torchshard.ops import COMBINE, DISPATCH, OPS, SENDING, Begin, experts_of_ranks, is_collective, wait
+from torchshard.ops import OPS, Begin, is_collective, wait
 from torchshard.passes import localized
 from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target
 from torchshard.passes.propagate import Seen
@@ -46,31 +39,6 @@ from torchshard.plans.data import AxisPlan
 T = TypeVar("T")
 Record = Callable[[fx.Node, Argument, list[Argument]], Argument]
 """Called with each node, its value and the values of its arguments; returns the value that the consumers get."""
-
-
-class Request(NamedTuple):
-    """A rank's request to run a collective, where it waits."""
-
-    node: fx.Node
-    op: OpOverload[..., object]
-    args: Sequence[Argument]
-    in_place: bool = False
-    """Whether the result overwrites the operand."""
-
-    @property
-    def group(self) -> Simulated:
-        """The rank's place in the group that the collective is over."""
-        found = simulated(str(self.args[-1]))
-        assert found is not None, self.node.format_node()
-        return found
-
-    @property
-    def tensor(self) -> Tensor:
-        """The tensor that this rank contributes."""
-        assert isinstance(self.args[0], Tensor)
-        return self.args[0]
-
-
 Rank = Generator[Request, Tensor | None, list[object]]
 """A rank's run: it yields collectives, is sent their results, and returns the graph's results."""
 
@@ -236,97 +204,3 @@ def _stepwise(node: fx.Node, steps: Computation) -> Generator[Request, Tensor | 
             return cast(Argument, done.value)
         assert isinstance(op, OpOverload)
         result = yield Request(node, op, args)
-
-
-def run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequence[Tensor]:
-    """Runs the collective that all ranks have arrived at; returns each rank's result."""
-    node, op, args, in_place = requests[0]
-    # the first argument is the rank's tensor; the last is its group, with a different simulated
-    # name on each rank
-    if any(request.op is not op or _common(request) != _common(requests[0]) for request in requests):
-        raise InternalError(
-            "the ranks arrive at different collectives",
-            where=node.name,
-            why="; ".join(f"rank {i}: {request.node.format_node()}" for i, request in enumerate(requests)),
-        )
-    tensors = [request.tensor for request in requests]
-    groups = [Group(each.group.rank, each.group.size, simulated=True) for each in requests]
-    if by_kernels and op in KERNELS:
-        operands = [cast(list[Tensor], each.args[:3]) for each in requests]
-        return exchanged([KERNELS[op](x, a, b, group) for (x, a, b), group in zip(operands, groups, strict=True)])
-    if op in (DISPATCH, COMBINE):
-        return _moved(requests)
-    row = OPS.get(op)
-    if row is None:  # all_reduce_max
-        largest = torch.stack(tensors).amax(0)
-        return [largest.clone() for _ in tensors]
-    if by_kernels:
-        kernel, ends = f"{row.kernel}_" if in_place else row.kernel, source_and_target(row.name, args[1:])
-        return exchanged([own_part(kernel, x, *ends, group) for x, group in zip(tensors, groups, strict=True)])
-    sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
-    if sends:
-        _check_all_take_part(node, [t.requires_grad for t in tensors])
-    return SimulatedConversion.apply(node if sends else None, *source_and_target(row.name, args[1:]), *tensors)
-
-
-def _common(request: Request) -> list[Argument]:
-    """The arguments that are equal on all ranks: without the rank's tensor, row counts and group."""
-    return [] if request.op in (DISPATCH, COMBINE) else list(request.args[1:-1])
-
-
-def _moved(requests: Sequence[Request]) -> list[Tensor]:
-    """The rows that all ranks send to experts, or take back, by the definition of these collectives."""
-    _check_all_take_part(requests[0].node, [request.tensor.requires_grad for request in requests])
-    sent = torch.stack([cast(Tensor, request.args[1]) for request in requests], 1)  # [experts, ranks]
-    experts, ranks = sent.shape
-    begins = [0, *itertools.accumulate(experts_of_ranks(experts, ranks))]
-    if requests[0].op is DISPATCH:
-        groups = [request.tensor.split(sent[:, rank].tolist()) for rank, request in enumerate(requests)]
-        return [torch.cat([group[e] for e in range(*own) for group in groups]) for own in itertools.pairwise(begins)]
-    counts = [sent[begin:end].flatten().tolist() for begin, end in itertools.pairwise(begins)]
-    groups = [request.tensor.split(of_rank) for request, of_rank in zip(requests, counts, strict=True)]
-    by_expert = list(itertools.chain(*groups))  # each expert's rows of all ranks, expert by expert
-    return [torch.cat(by_expert[rank::ranks]) for rank in range(ranks)]
-
-
-def _check_all_take_part(node: fx.Node, takes_part: Sequence[bool]) -> None:
-    """Raises InternalError if some ranks would wait forever for others in a collective's backward."""
-    if any(takes_part) and not all(takes_part):
-        raise InternalError(
-            "ranks would wait for each other in the backward of a collective",
-            where=where(node),
-            why=f"of ranks {[i for i, part in enumerate(takes_part) if not part]} no gradient comes back to it",
-        )
-
-
-class SimulatedConversion(torch.autograd.Function):
-    """One conversion on all ranks, by the definition of the layouts."""
-
-    @staticmethod
-    def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
-        """Converts. `node` is None if the backward of the conversion does not communicate."""
-        results = convert(pieces, source, target)
-        ctx.node, ctx.layouts = node, (source, target)
-        ctx.likes = [torch.empty_like(result, device="meta") for result in results]
-        ctx.set_materialize_grads(False)  # a missing gradient must be seen: on real ranks it would be a hang
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.node is not None:
-            _check_all_take_part(ctx.node, [grad is not None for grad in grads])
-        source, target = ctx.layouts
-        devices = [grad.device for grad in grads if grad is not None]
-        if not devices:
-            return (None, None, None, *grads)
-        full = []
-        for grad, like in zip(grads, ctx.likes, strict=True):
-            full.append(torch.zeros_like(like, device=devices[0]) if grad is None else grad)
-        return (None, None, None, *convert(full, dual(target), dual(source)))
-
-
-def convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
-    whole, world = join(pieces, source), len(pieces)
-    # a copy keeps its operand's memory format; received data are contiguous
-    lies = torch.preserve_format if is_whole(source) and is_whole(target) else torch.contiguous_format
-    return tuple(split(whole, target, rank, world).clone(memory_format=lies) for rank in range(world))

@@ -17,7 +17,8 @@ from torchshard.capture import flatten, flatten_call
 from torchshard.checking.check import in_dtype, tolerance_of
 from torchshard.checking.compare import Results, UnshardedStep, compare
 from torchshard.checking.report import Report
-from torchshard.checking.steps import Trial, backward, leaf, unsharded
+from torchshard.checking.steps import backward, leaf, unsharded
+from torchshard.checking.trials import Trial
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.prepare import prepared
 from torchshard.core.layouts import Layout

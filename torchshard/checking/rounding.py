@@ -13,7 +13,7 @@ Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +21,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.hashing import spread
 from torchshard.core.modules import storage_id
+from torchshard.core.types import Context
 from torchshard.ir.editing import duplicate
 from torchshard.ir.graph import fake_mode, is_float
 
@@ -35,12 +36,12 @@ class _Nudge(torch.autograd.Function):
     """Moves each element by one unit in its last place or not at all, and each element of its gradient too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, generator: torch.Generator) -> Tensor:
+    def forward(ctx: Context, x: Tensor, generator: torch.Generator) -> Tensor:
         ctx.generator = generator
         return _nudged(x, generator)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return _nudged(grad, ctx.generator), None
 
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument
 
 from torchshard.checking import lockstep
+from torchshard.core.types import Context
+from torchshard.custom_ops.fx_types import Args, Argument
 from torchshard.distributed.group import ALONE
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import placeholders, results_of
-from torchshard.runtime.step import Step, Steps, steps_of, without_gradients
+from torchshard.runtime.lazy_step import Steps, steps_of, without_gradients
+from torchshard.runtime.step import RunGraph, Step
 
-Values = Sequence[Sequence[Any]]
+Values = Sequence[Sequence[Argument]]
 """For each rank, the values of its graph's placeholders."""
-Execute = Callable[[Values], list[list[Any]]]
+Execute = Callable[[Values], list[list[Argument]]]
 """Runs the graphs of all ranks; returns each rank's results."""
 
 
@@ -35,7 +37,7 @@ def inference(graphs: Sequence[fx.GraphModule]) -> Execute:
     """Returns a function that runs the ranks' graphs without gradients."""
     made = [without_gradients(graph) for graph in graphs]
 
-    def execute(values: Values) -> list[list[Any]]:
+    def execute(values: Values) -> list[list[Argument]]:
         with torch.no_grad():
             # a view of a leaf made here claims to require a gradient, but has no autograd graph
             return [[r.detach() if isinstance(r, Tensor) else r for r in own] for own in _run(made, values)]
@@ -53,18 +55,14 @@ def training(graphs: Sequence[fx.GraphModule]) -> Execute:
     return lambda values: _by_steps(graphs, steps, values)
 
 
-def _run(made: Sequence[Callable[..., Any]], values: Values, *, by_kernels: bool = True) -> list[list[Any]]:
-    graphs, record = cast(Sequence[fx.GraphModule], made), [_as_it_is] * len(made)
-    return lockstep.run(graphs, values, record, by_kernels=by_kernels)
+def _run(made: Sequence[RunGraph], values: Values, *, by_kernels: bool = True) -> list[list[Argument]]:
+    graphs, as_it_is = cast(Sequence[fx.GraphModule], made), [lambda node, value, args: value] * len(made)
+    return lockstep.run(graphs, values, as_it_is, by_kernels=by_kernels)
 
 
-def _as_it_is(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
-    return value
-
-
-def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: Values) -> list[list[Any]]:
+def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: Values) -> list[list[Argument]]:
     """Runs the segments of all ranks, one after the other."""
-    named: list[dict[str | None, Any]] = [
+    named: list[dict[str | None, Argument]] = [
         {None: None} | dict(zip((node.name for node in placeholders(graph.graph)), of_rank, strict=True))
         for graph, of_rank in zip(graphs, values, strict=True)
     ]
@@ -82,7 +80,7 @@ def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: 
     return [[own[name] for name in names] for own, names in zip(named, results, strict=True)]
 
 
-def _by_rank(values: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
+def _by_rank(values: Sequence[Argument], ranks: int) -> list[Sequence[Argument]]:
     """Splits a flat list of values, equally long for each rank, rank by rank."""
     count = len(values) // ranks
     return [values[rank * count : (rank + 1) * count] for rank in range(ranks)]
@@ -92,7 +90,7 @@ class _Together(torch.autograd.Function):
     """One autograd step that runs the same segment on all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, steps: Sequence[Step], *values: Any) -> tuple[Any, ...]:
+    def forward(ctx: Context, steps: Sequence[Step], *values: Argument) -> Args:
         given = steps[0].parts.given
         made = _run([step.forward for step in steps], _by_rank(values, len(steps)))
         ctx.steps, ctx.saved = steps, [own[len(given) :] for own in made]
@@ -103,7 +101,7 @@ class _Together(torch.autograd.Function):
         return tuple(itertools.chain(*results))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         runs, arguments = [], []
         for step, saved, own in zip(ctx.steps, ctx.saved, _by_rank(gradients, len(ctx.steps)), strict=True):
             backward = step.backward_for(tuple(gradient is not None for gradient in own))

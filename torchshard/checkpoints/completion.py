@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -78,7 +78,8 @@ class Completion:
 
     def __init__(self, ranks: Ranks, id_: str, folder: Path) -> None:
         # looked up now: the groups may be destroyed by the time a thread has written
-        self._store: Any = _store(folder) if ranks.count > 1 else None
+        if ranks.count > 1:
+            self._store = _store(folder)
         self._ranks, self._prefix = ranks, f"torchshard/checkpoint/{id_}"
 
     def finish(self, failure: ShardError | None, commit: Callable[[], None]) -> None:
@@ -90,7 +91,7 @@ class Completion:
             ShardError: a rank failed or timed out. On ranks other than the leader, the checkpoint may
                 be committed nevertheless: the leader's report may be late or lost.
         """
-        if self._store is None:
+        if self._ranks.count == 1:
             if failure is not None:
                 raise failure
             commit()

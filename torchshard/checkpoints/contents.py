@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Final, NamedTuple, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
@@ -30,13 +32,13 @@ from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
-from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizer_classes import check_class_of_slices
-from torchshard.runtime.optimizers import is_slice_state
+from torchshard.runtime.optimizer_states import is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
 
+T = TypeVar("T")
 OptimizerState = dict[str, dict[str, object]]
 """Name of a parameter -> an optimizer's state for it, by name."""
 
@@ -44,10 +46,10 @@ OptimizerState = dict[str, dict[str, object]]
 class Stateful(Protocol):
     """A learning-rate scheduler, or another object with a state dict of plain data."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Returns the state to continue from."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+    def load_state_dict(self, state_dict: StateDict) -> object:
         """Continues from a saved state."""
 
 
@@ -88,11 +90,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model if inner is None else unwrapped(cast(nn.Module, inner))
 
 
-def as_list(value: object) -> list[Any]:
+def as_list(value: T | Sequence[T] | None) -> list[T]:
     """Returns an argument as a list: it may be one value, several, or None."""
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, Sequence) else [value]
 
 
 def contents_of(
@@ -225,48 +227,6 @@ def _state_item(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor
     return Item(item.tensor, parameter.sharding, parameter.whole)
 
 
-def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
-    """Encodes plain objects as bytes, each on its own.
-
-    Raises:
-        InputError: one of them is not plain.
-    """
-    parts = dict[str, bytes]()
-    for name, value in objects.items():
-        place = next(_slices_in(value, name), None)
-        if place is not None:
-            raise InputError(
-                f"a checkpoint can't hold what {name} has",
-                where=f"ts.save, {place}",
-                why="it is this rank's slice, and what is no tensor of the model is written once for all ranks",
-                attempt="ts.save(another folder, copy), for a copy.deepcopy(model) that holds such tensors; or whole "
-                "tensors, as full_state_dict() has them",
-            )
-        try:
-            parts[name] = encode(value, allow_pickle=False)
-        except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
-            why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            raise InputError(
-                f"a checkpoint can't hold what {name} has",
-                where=f"ts.save, {name}",
-                why=f"{why.partition(chr(10))[0]}; opening a pickle may run any code",
-                attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
-            ) from None
-    return parts
-
-
-def _slices_in(value: object, place: str) -> Iterator[str]:
-    """Yields the places of slices in plain containers."""
-    if isinstance(value, LocalSlice):
-        yield place
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _slices_in(item, f"{place}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _slices_in(item, f"{place}[{i}]")
-
-
 def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
     """Returns hashes of the values that must match on all ranks of a mesh axis.
 
@@ -293,28 +253,22 @@ def generator_states() -> dict[str, object]:
     states: dict[str, object] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    return states | {"numpy": _numpy().get_state(legacy=False)}
+    return states | {"numpy": np.random.get_state(legacy=False)}
 
 
-def set_generator_states(states: Mapping[str, Any]) -> None:
+def set_generator_states(states: StateDict) -> None:
     """Sets the generators to saved states."""
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
-    _numpy().set_state(states["numpy"])
+    np.random.set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def check_generator_states(states: Mapping[str, Any]) -> None:
+def check_generator_states(states: StateDict) -> None:
     """Raises an error of any kind if the states can't be set."""
     torch.Generator().set_state(states["cpu"])
     random.Random().setstate(states["python"])
-    _numpy().RandomState().set_state(states["numpy"])
+    np.random.RandomState().set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.Generator("cuda").set_state(states["cuda"])
-
-
-def _numpy() -> Any:
-    import numpy as np
-
-    return np.random

@@ -28,11 +28,12 @@ from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
-from torchshard.weights.lazy import LazyTensor, file_tensor
+from torchshard.weights.lazy import LazyTensor
 from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.recording import file_tensor
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import Tape
 
 

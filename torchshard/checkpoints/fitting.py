@@ -5,19 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
-from torchshard.checkpoints.contents import (
-    Item,
-    Stateful,
-    check_generator_states,
-    stateful_modules,
-    tied_names,
-)
+from torchshard.checkpoints.contents import Item, Stateful, check_generator_states, stateful_modules, tied_names
 from torchshard.core.errors import InputError, in_short
 from torchshard.core.mesh import Place
 from torchshard.core.modules import named_tensors
@@ -52,7 +47,7 @@ class Wanted:
         return local.to(self.device)
 
 
-def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[StateDict, StateDict | None]:
     """Returns (the objects, this replica's RNG states).
 
     The RNG states are None if the run had fewer replicas when it was saved.
@@ -60,7 +55,7 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
     data, path = checkpoint.objects(), checkpoint.objects_path
     try:
         both = decode(data, allow_pickle=False)
-        objects: dict[str, Any] = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
+        objects: StateDict = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
         states = [decode(state, allow_pickle=False) for state in both["rng"]]
         for state in states:
             check_generator_states(state)
@@ -70,7 +65,7 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
     return objects, states[ranks.replicas.rank] if ranks.replicas.rank < len(states) else None
 
 
-def _check_objects(objects: Mapping[str, Any]) -> None:
+def _check_objects(objects: StateDict) -> None:
     """Raises an error of any kind if these are not `Contents.objects`."""
     kinds = {"class": str, "names": list, "settings": list, "states": dict}
     for optimizer in objects["optimizers"]:
@@ -181,7 +176,7 @@ def check_counts(kind: str, given: int, saved: int) -> None:
         )
 
 
-def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
+def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: StateDict) -> None:
     """Checks an optimizer before its state is loaded; warns if its class is not known to step slices.
 
     Raises:

@@ -15,13 +15,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchshard.capture import model_without_storage
 from torchshard.core.errors import InputError
+from torchshard.core.types import Theirs
 from torchshard.weights.adapters import ADAPTER, adapter_names
 from torchshard.weights.safetensors_files import INDEX
 from torchshard.weights.transformers_models import is_transformers
@@ -72,7 +72,7 @@ def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters:
         ) from error
     shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     try:
-        split: Any = split_torch_state_dict_into_shards(
+        split = split_torch_state_dict_into_shards(
             shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
     except (ValueError, TypeError) as error:
@@ -89,10 +89,7 @@ def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters:
             (folder / INDEX).unlink(missing_ok=True)
             return
         (folder / "model.safetensors").unlink(missing_ok=True)
-        index = {
-            "metadata": {"total_parameters": parameters, **split.metadata},
-            "weight_map": split.tensor_to_filename,
-        }
+        index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     return FolderFormat(files, write_index)
@@ -101,7 +98,7 @@ def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters:
 # --- transformers ----------------------------------------------------------------------------------------------------
 
 
-def _of_transformers(source: Any, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
+def _of_transformers(source: Theirs, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
     """Returns the format of `PreTrainedModel.save_pretrained` in transformers 5, step by step."""
     from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -145,7 +142,7 @@ def merged(source: nn.Module, state: Mapping[str, Tensor]) -> tuple[nn.Module, d
     """
     if not _is_peft(source):
         raise _no_merging(source, "it is no model of peft")
-    copied: Any = model_without_storage(source)
+    copied: Theirs = model_without_storage(source)
     parameters: dict[int, nn.Parameter] = {}
     for name, tensor in state.items():
         path, _, leaf = name.rpartition(".")
@@ -173,12 +170,12 @@ def _no_merging(source: nn.Module, why: str) -> InputError:
     )
 
 
-def _adapters(source: Any, state: Mapping[str, Tensor]) -> FolderFormat:
+def _adapters(source: Theirs, state: Mapping[str, Tensor]) -> FolderFormat:
     """Returns the format of `PeftModel.save_pretrained`.
 
     The adapter "default" is in the folder itself; each other adapter is in a folder of its name.
     """
-    files, configs = dict[str, Mapping[str, Tensor]](), dict[str, Any]()
+    files, configs = dict[str, Mapping[str, Tensor]](), dict[str, Theirs]()
     for adapter, config in source.peft_config.items():
         place = "" if adapter == "default" else f"{adapter}/"
         names = adapter_names(source, adapter)
@@ -191,10 +188,7 @@ def _adapters(source: Any, state: Mapping[str, Tensor]) -> FolderFormat:
             config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
             config.inference_mode = True
             if config.task_type is None:
-                config.auto_mapping = {
-                    "base_model_class": type(base).__name__,
-                    "parent_library": type(base).__module__,
-                }
+                config.auto_mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
             config.save_pretrained(folder / place)
 
     return FolderFormat(files, write_configs)

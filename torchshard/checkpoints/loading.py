@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from torchshard.checkpoints.contents import (
     Item,
@@ -80,7 +81,7 @@ def load(
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     what = "a rank can't load the checkpoint"
     checkpoint = ranks.run_on_all(lambda: read_checkpoint(checked_folder(folder)), InputError, what)
-    given = {"optimizers": optimizers, "schedulers": schedulers}
+    given: dict[str, Sequence[object]] = {"optimizers": optimizers, "schedulers": schedulers}
     classes = {f"the {kind}": ", ".join(type(value).__name__ for value in values) for kind, values in given.items()}
     attempt = "one folder that all ranks see, and the same optimizers and schedulers on every rank"
     ranks.verify(_facts(checkpoint) | classes, "the ranks load different checkpoints", attempt)
@@ -117,9 +118,9 @@ class _Checked:
     """Stored name -> this rank's memory; each parameter and buffer appears once."""
     wanted: Mapping[str, Wanted]
     """Stored name -> the part to read; tensors of the model and of optimizers."""
-    objects: Mapping[str, Any]
+    objects: StateDict
     """See `Contents.objects`."""
-    rng_states: Mapping[str, Any] | None
+    rng_states: StateDict | None
     """This replica's states; None if the replica did not exist when they were saved."""
     names: Sequence[Sequence[Sequence[str]]]
     """Optimizer, group -> names of parameters."""
@@ -225,7 +226,7 @@ def _swap(a: Tensor, b: Tensor) -> None:
     b.copy_(before)
 
 
-def _keep_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
+def _keep_dtypes(loaded: StateDict, saved: Mapping[str, object]) -> None:
     """Undoes a cast: PyTorch casts all states but 'step' to their parameter's dtype."""
     for key, value in saved.items():
         if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:

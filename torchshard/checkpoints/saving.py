@@ -18,13 +18,13 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
 
-from torchshard.checkpoints.contents import Contents, Stateful, as_list, contents_of, encoded, hashes, unwrapped
+from torchshard.checkpoints.contents import Contents, Stateful, as_list, contents_of, hashes, unwrapped
 from torchshard.checkpoints.copies import Copies
 from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
@@ -32,9 +32,11 @@ from torchshard.core.layouts import dtype_text
 from torchshard.core.mesh import MODEL
 from torchshard.core.sharding import split_text
 from torchshard.core.units import read_size
+from torchshard.distributed.objects import encode
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import digest
+from torchshard.weights.local_slice import LocalSlice
 
 _LOG = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ def save(
         # raises the error of an earlier background save
         _latest.wait()
         contents = contents_of(unwrapped(model), as_list(optimizer), as_list(scheduler), extra)
-        return checked_folder(folder), contents, encoded(contents.objects), read_size(copies, "copies")
+        return checked_folder(folder), contents, _encoded(contents.objects), read_size(copies, "copies")
 
     place, contents, objects, most_bytes = ranks.run_on_all(prepare, InputError, what)
     verify_states(model, ranks)
@@ -208,3 +210,45 @@ def verify_states(model: nn.Module, ranks: Ranks) -> None:
                 module.verify_state()
 
     ranks.run_on_all(verify, DistributedError, "the ranks hold different states")
+
+
+def _encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
+    """Encodes plain objects as bytes, each on its own.
+
+    Raises:
+        InputError: one of them is not plain.
+    """
+    parts = dict[str, bytes]()
+    for name, value in objects.items():
+        place = next(_slices_in(value, name), None)
+        if place is not None:
+            raise InputError(
+                f"a checkpoint can't hold what {name} has",
+                where=f"ts.save, {place}",
+                why="it is this rank's slice, and what is no tensor of the model is written once for all ranks",
+                attempt="ts.save(another folder, copy), for a copy.deepcopy(model) that holds such tensors; or whole "
+                "tensors, as full_state_dict() has them",
+            )
+        try:
+            parts[name] = encode(value, allow_pickle=False)
+        except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
+            why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+            raise InputError(
+                f"a checkpoint can't hold what {name} has",
+                where=f"ts.save, {name}",
+                why=f"{why.partition(chr(10))[0]}; opening a pickle may run any code",
+                attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
+            ) from None
+    return parts
+
+
+def _slices_in(value: object, place: str) -> Iterator[str]:
+    """Yields the places of slices in plain containers."""
+    if isinstance(value, LocalSlice):
+        yield place
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _slices_in(item, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _slices_in(item, f"{place}[{i}]")

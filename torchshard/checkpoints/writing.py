@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ from torchshard.checkpoints.contents import Contents, Item, generator_states
 from torchshard.core.errors import InputError, ShardError
 from torchshard.distributed.objects import encode
 from torchshard.distributed.ranks import Ranks
-from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
+from torchshard.weights.checkpoint_files import FORMAT, MANIFEST, OBJECTS, digest, file_metadata, layout_text, saved_id
 from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder
 
@@ -141,13 +142,27 @@ class Job:
         data = self.file.path.parent
         with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
-            layouts = {name: layout_text(item.sharding, item.shape) for name, item in self.contents.items.items()}
             # data must be on disk before the manifest names it
             sync_folder(data)
-            mesh = {axis.name: axis.size for axis in self.ranks.mesh.axes}
-            content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases, mesh)
-            replace_file(self.folder / MANIFEST, content)
+            replace_file(self.folder / MANIFEST, self._manifest(sizes))
             _remove_data(self.folder)
+
+    def _manifest(self, sizes: Mapping[str, int]) -> bytes:
+        """Returns the content of checkpoint.json.
+
+        Args:
+            sizes: name of a file in the data folder -> its size in bytes.
+        """
+        body = {
+            "format": FORMAT,
+            "id": self.id,
+            "files": sizes,
+            "mesh": {axis.name: axis.size for axis in self.ranks.mesh.axes},
+            "objects": digest(self.objects),
+            "tensors": {name: layout_text(item.sharding, item.shape) for name, item in self.contents.items.items()},
+            "aliases": self.contents.aliases,
+        }
+        return json.dumps(body, indent=1).encode()
 
 
 @contextlib.contextmanager

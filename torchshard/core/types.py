@@ -1,4 +1,4 @@
-"""Type checks for values from files and callers, and names for types that mypy can't express."""
+"""Types that several rooms need, and type checks for values from files and callers, which may be anything."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ Json: TypeAlias = Any
 """Parsed JSON: mypy can't see its structure, so the code that reads it checks what it finds."""
 Context: TypeAlias = Any
 """The `ctx` of an autograd Function: a `FunctionCtx`, on which the Function stores attributes of its own."""
+Theirs: TypeAlias = Any
+"""An object of transformers or peft, whose types depend on the version that is installed."""
 
 
 def is_of(kind: type[T], value: object) -> T:

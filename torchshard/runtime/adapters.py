@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from torch import nn
 
@@ -24,7 +24,7 @@ UNLOADING = (
 class _Owner(Protocol):
     """A sharded model, as the layers that merge adapters use it."""
 
-    def change_whole(self, part: nn.Module, change: Callable[[Any], None], name: str) -> None:
+    def change_whole(self, part: nn.Module, change: Callable[[nn.Module], None], name: str) -> None:
         """Changes a submodule's tensors on full values."""
 
 

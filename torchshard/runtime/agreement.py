@@ -19,13 +19,7 @@ from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL
 from torchshard.distributed.facts import verify_equal
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.runtime.call_verification import (
-    PreparedCall,
-    Purpose,
-    begin_verifying_call,
-    call_error,
-    tell_failure,
-)
+from torchshard.runtime.call_verification import PreparedCall, Purpose, begin_verifying_call, call_error, tell_failure
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.store import WeightStore
 

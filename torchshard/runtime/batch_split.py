@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from torchshard.capture import Leaves
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints
 from torchshard.core.layouts import Layout, Shard
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.batches import entering, joined, leaving, own_parts
@@ -61,8 +61,8 @@ class BatchSplit:
         return (own_parts if self.is_whole else entering)(named, call.batches, self.group)
 
     def leaving(
-        self, returned: Sequence[Any], layouts: Sequence[Layout], count: int
-    ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+        self, returned: Sequence[Argument], layouts: Sequence[Layout], count: int
+    ) -> tuple[Sequence[Argument], Sequence[Argument], Sequence[Argument]]:
         """Returns (a call's results, the results that are equal on all ranks of the batch, the carried tensors).
 
         Args:
@@ -73,7 +73,7 @@ class BatchSplit:
         if self.group is None:
             return returned[:count], returned[:count], returned[count:]
         if self.is_whole:
-            results: Sequence[Any] = joined(returned[:count], layouts[:count], self.group)
+            results = joined(returned[:count], layouts[:count], self.group)
             return results, results, returned[count:]
         returned = leaving(returned, layouts, self.group)
         equal = [

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -31,7 +32,9 @@ from torchshard.core.conversions import step_args
 from torchshard.core.errors import CaptureError
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.modules import named_tensors, storage_id
+from torchshard.core.types import Context
 from torchshard.core.user_files import warn
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct
 from torchshard.ops import hashable
@@ -81,7 +84,7 @@ def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group
     return found
 
 
-def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
+def leaving(results: Sequence[Argument], layouts: Sequence[Layout], group: Group) -> list[Argument]:
     """Returns a graph's results; gradients of batch shards enter as gradients of the rank's own loss."""
     found = []
     for result, layout in zip(results, layouts, strict=True):
@@ -96,7 +99,7 @@ def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> 
     return found
 
 
-def joined(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
+def joined(results: Sequence[Argument], layouts: Sequence[Layout], group: Group) -> list[Argument]:
     """Returns a graph's results with the full batch: a collective call."""
     return [
         _joined(result, layout, group) if isinstance(layout, Shard) and isinstance(result, Tensor) else result
@@ -118,12 +121,12 @@ class _Crossing(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float, ranks: int, enters: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, factor: float, ranks: int, enters: bool) -> Tensor:
         ctx.factor, ctx.ranks, ctx.enters = factor * ranks if enters else factor / ranks, ranks, enters
         return x.view_as(x) if factor == 1 else x * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _WAITING.pop(ctx, None)
         if not ctx.enters and gradient in _DIVIDED:
             return gradient, None, None, None
@@ -157,7 +160,7 @@ class _Memories:
         return held is not None and not held.expired()
 
 
-_WAITING = weakref.WeakKeyDictionary[Any, int]()
+_WAITING = weakref.WeakKeyDictionary[Node, int]()
 """The nodes of results that await their backward -> the memory of each result."""
 _RESULTS = _Memories()
 """Results with the batch, including results of calls without gradients."""

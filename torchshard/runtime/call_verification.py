@@ -12,13 +12,13 @@ graph once, more thoroughly: with its plan and every bit of the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchshard.capture import Leaves
 from torchshard.compiler.program import Program
@@ -45,7 +45,6 @@ SUMS = "when gradients are summed"
 SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
 Purpose = Literal["a call", "a capture for example inputs"]
 """Why a call is prepared. The ranks compare it, because a capture does not run the graph's collectives."""
-
 Sums = Literal["in its backward", "in a later one", "with those of earlier calls"]
 
 
@@ -99,8 +98,7 @@ def begin_verifying_call(
         snapshot: this rank's history since the last call.
 
     Returns:
-        a function that waits for the other ranks. It raises InputError or DistributedError if the
-        ranks' calls or
+        a function that waits for the other ranks. It raises InputError or DistributedError if the ranks' calls or
         histories differ.
     """
     summary = _summary_of_refusal(call, purpose) if isinstance(call, ShardError) else _summary(call, purpose, snapshot)
@@ -188,23 +186,6 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
 
     seen = [*values, *call.inputs.numbers, *call.left_by]
     return _Summary(f"{key} {shapes} {seen} {rng} {call.compiled is None} {purpose} {call.compiler} {call.sums}", facts)
-
-
-def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str] = ()) -> None:
-    """Compares every bit of the unsharded model's parameters and buffers across the ranks.
-
-    Args:
-        replaced: the names to skip: other values replace theirs, which may differ before that.
-
-    Raises:
-        DistributedError: they differ.
-    """
-    if ranks.count == 1:
-        return
-    named = dict((*model.named_parameters(), *model.named_buffers()))
-    facts = digests.describe_contents({name: tensor for name, tensor in named.items() if name not in replaced})
-    attempt = "torch.manual_seed(0) before the model is built, or the same files, on every rank"
-    ranks.verify(facts, "the ranks hold different models", attempt)
 
 
 def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> None:

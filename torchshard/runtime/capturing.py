@@ -7,14 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from torchshard.capture import (
-    Leaves,
-    ModelCall,
-    describe,
-    global_hooks,
-    without_storage,
-    without_tools,
-)
+from torchshard.capture import Leaves, ModelCall, describe, global_hooks, without_storage, without_tools
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.program import Program, program
 from torchshard.core.errors import CaptureError

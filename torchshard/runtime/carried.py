@@ -12,9 +12,9 @@ collectives, where an op here raises. This class could go if DTensor had such sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -31,8 +31,9 @@ from torchshard.core.layouts import I, Layout, P, Shard, dtype_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.rows import Choice, Row
 from torchshard.core.sharding import Sharding, split_text
+from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.distributed.group import Group
-from torchshard.weights.op_layouts import bound, call_of, planned
+from torchshard.weights.op_calls import bound, call_of, planned, tensors_in
 
 
 class CarriedSlice(Tensor):
@@ -74,12 +75,8 @@ class CarriedSlice(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        cls, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         if torch.is_grad_enabled() and func.__name__ not in _READS:
             for tensor in pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, cls) and tensor.plain.requires_grad:
@@ -90,12 +87,8 @@ class CarriedSlice(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: OpOverload[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         slices = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]
         first = slices[0]
@@ -111,7 +104,7 @@ class CarriedSlice(Tensor):
         run = replacement_on(first.group.coordinate, row, choice) or func
         return mark(run(*plain_args, **plain_kwargs), choice.results[0], whole, first.group, first.left_by)
 
-    def _reshaped(self, func: OpOverload[..., Any], tensor: Tensor, size: Sequence[int]) -> Tensor:
+    def _reshaped(self, func: OpOverload, tensor: Tensor, size: Sequence[int]) -> Tensor:
         """Returns the result of `view` or `expand`; other ops call these with the sizes of slices."""
         result: Tensor = func(tensor, size)
         dim, own = self.sharding.dim, tensor.shape
@@ -126,9 +119,7 @@ class CarriedSlice(Tensor):
         whole[to] = self.whole[dim]
         return CarriedSlice.of(result, replace(self.sharding, dim=to), whole, self.group, self.left_by)
 
-    def _as_planned(
-        self, func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Row, Choice, tuple[int, ...]]:
+    def _as_planned(self, func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[Row, Choice, tuple[int, ...]]:
         """Returns an op's row, its choice for the operands' layouts, and the full shape of its result.
 
         Raises:
@@ -141,8 +132,7 @@ class CarriedSlice(Tensor):
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
         made = func(*meta_args, **meta_kwargs)
         call = call_of(func, bound(func, meta_args, meta_kwargs), made)
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = [[t.sharding if isinstance(t, CarriedSlice) else I] for t in tensors]
+        given = [[t.sharding if isinstance(t, CarriedSlice) else I] for t in tensors_in((args, kwargs))]
         found = planned(call, given, self.group.size) if isinstance(made, Tensor) else None
         if found is None or found[1].results[0] == P:
             self._refuse(str(func))

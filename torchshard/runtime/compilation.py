@@ -86,7 +86,7 @@ class Compiler:
         """Returns the options as text, for the ranks to compare."""
         return ", ".join(f"{key}={_text(value)}" for key, value in sorted(self._options.items())) or "defaults"
 
-    def __call__(self, scheduled: fx.GraphModule) -> Callable[..., Any]:
+    def __call__(self, scheduled: fx.GraphModule) -> Callable[..., Sequence[object]]:
         """Returns the graph as a compiled callable; its first call compiles it."""
         lowered = duplicate(scheduled)
         lower(lowered)
@@ -102,7 +102,7 @@ class Compiler:
         run = torch.compile(lowered.forward, fullgraph=True, **self._options)
         groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
 
-        def compiled(*arguments: Any) -> tuple[Any, ...]:
+        def compiled(*arguments: object) -> tuple[object, ...]:
             # tracers do not know the classes of sharded parameters and split buffers
             plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, LocalSlice)) else a for a in arguments]
             # `_len_torch_dispatch_stack`: no public way to count the active modes (PyTorch 2.13.0).

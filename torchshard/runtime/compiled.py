@@ -8,10 +8,10 @@ not fill the memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,8 +28,9 @@ from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
+from torchshard.runtime.lazy_step import LazyStep, without_gradients
 from torchshard.runtime.results_beside import results_beside
-from torchshard.runtime.step import LazyStep, with_direct_collectives, without_gradients
+from torchshard.runtime.step import RunGraph, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
@@ -58,7 +59,7 @@ class Compiled:
     model_call: ModelCall
     """The call that the graph was captured for, without values."""
     ranks: Ranks
-    _inference: dict[Compiler | None, Callable[..., Any]] = field(default_factory=dict)
+    _inference: dict[Compiler | None, RunGraph] = field(default_factory=dict)
     _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
     @property
@@ -66,7 +67,7 @@ class Compiled:
         """Whether training calls run forward and backward graphs, instead of autograd over the forward."""
         return any(step.has_graphs for step in self._training.values())
 
-    def inference(self, compiler: Compiler | None) -> Callable[..., Any]:
+    def inference(self, compiler: Compiler | None) -> RunGraph:
         """Returns the callable for calls without gradients, compiled if `compiler` can compile the graph."""
         compiler = self._usable(compiler)
         if compiler not in self._inference:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,7 +26,7 @@ from torchshard.runtime.compilation import Compiler
 class Compilable(Protocol):
     """A sharded model."""
 
-    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Calls the model with graphs that a compiler compiles."""
 
 
@@ -41,7 +41,7 @@ _REASON = (
 @torch.compiler.assume_constant_result
 def tracing_compiler() -> int:
     """Returns the number of the compiler for which Dynamo is tracing."""
-    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    backend: object = InstructionTranslator.current_tx().output.compiler_fn
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
     if id(backend) not in _compilers:
@@ -51,7 +51,7 @@ def tracing_compiler() -> int:
 
 
 @torch.compiler.disable(reason=_REASON)
-def call_outside(model: Compilable, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+def call_outside(model: Compilable, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Calls a sharded model outside of Dynamo's trace.
 
     Args:

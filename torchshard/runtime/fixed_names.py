@@ -65,5 +65,5 @@ class FixedNames(dict[str, V]):
             self[name] = default
         return self[name]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FixedNames[V]:
+    def __deepcopy__(self, memo: dict[int, object]) -> FixedNames[V]:
         return FixedNames(copy.deepcopy(dict(self), memo), self._where, replaceable=self._replaceable)

@@ -10,7 +10,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 
@@ -31,21 +31,21 @@ class Sharded(Protocol):
     def divides_batch(self) -> bool:
         """Whether the batch is split across ranks."""
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Calls the model."""
 
-    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Calls a submodule."""
 
 
-def generation_method(model: Sharded, name: str) -> Callable[..., Any] | None:
+def generation_method(model: Sharded, name: str) -> Callable[..., object] | None:
     """Returns a method of Hugging Face's generation, such as `generate`, for a sharded model; else None."""
     function = inspect.getattr_static(type(model.source), name, None)
     function = getattr(function, "__func__", function)
     is_theirs = getattr(function, "__module__", "").startswith("transformers.")
     if not is_theirs or (name not in _METHODS and not function.__module__.startswith(_GENERATION)):
         return None
-    method: Callable[..., Any] = getattr(_shell(model), name)
+    method: Callable[..., object] = getattr(_shell(model), name)
     return method
 
 
@@ -57,13 +57,13 @@ def _shell(model: Sharded) -> nn.Module:
         assert found is not None
         return found
 
-    def call(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def call(self: nn.Module, *args: object, **kwargs: object) -> object:
         return sharded()(*args, **kwargs)
 
     def never(self: nn.Module, *args: object, **kwargs: object) -> bool:
         return False
 
-    def generate(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
         if sharded().divides_batch and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # a rank that has finished its sequences keeps calling until all have
         return type(source).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -72,7 +72,7 @@ def _shell(model: Sharded) -> nn.Module:
         part = source.get_encoder(*args, **kwargs)  # type: ignore[operator]
         path = next(path for path, module in source.named_modules() if module is part)
 
-        def call_part(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        def call_part(self: nn.Module, *args: object, **kwargs: object) -> object:
             return sharded().call_part(path, args, kwargs)
 
         return _with_methods(part, __call__=call_part)
@@ -86,7 +86,7 @@ def entry_of(model: nn.Module, path: str) -> nn.Module:
     """Returns a module with a model's parameters and names, but with the forward of one submodule."""
     part = model.get_submodule(path)
 
-    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
         return self.get_submodule(path)(*args, **kwargs)
 
     forward.__signature__ = with_self(inspect.signature(part.forward))  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ def with_self(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=[first, *signature.parameters.values()])
 
 
-def _with_methods(module: nn.Module, **methods: Callable[..., Any]) -> nn.Module:
+def _with_methods(module: nn.Module, **methods: Callable[..., object]) -> nn.Module:
     """Returns a module that shares all attributes with another one, but has these methods."""
     made = copy.copy(module)
     cls = type(module)

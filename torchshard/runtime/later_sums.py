@@ -69,13 +69,14 @@ def summed(due: Sequence[Due]) -> list[Tensor]:
     return values
 
 
-def _begun(values: Sequence[Tensor], call: Call) -> Any:
+def _begun(values: Sequence[Tensor], call: Call) -> Tensor | Pending:
     """Makes a deferred call on values, concatenated if there are several; returns its result, maybe pending."""
     value = values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
     run: Any = call.target
     if run in OPS:
         run = Begin(run, in_place=False)
-    return run(value, *call.args, **dict(call.kwargs))
+    made: Tensor | Pending = run(value, *call.args, **dict(call.kwargs))
+    return made
 
 
 def _messages(values: Sequence[Tensor], calls: Sequence[Sequence[Call]]) -> Iterator[list[int]]:

@@ -36,12 +36,14 @@ from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.generation import generation_method
-from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
+from torchshard.runtime.optimizer_states import mark_state_dicts
+from torchshard.runtime.optimizers import observe_steps
 from torchshard.runtime.runner import Runner
 from torchshard.runtime.shardings import Shardings
 from torchshard.runtime.start import WeightsLike, agreed_start
 from torchshard.runtime.store import WeightStore
-from torchshard.runtime.submodule import ShardedSubmodule, class_of_model
+from torchshard.runtime.submodule import ShardedSubmodule
+from torchshard.runtime.submodule_classes import class_of_model
 from torchshard.weights.folder import Weights
 from torchshard.weights.over_ranks import check_other_group
 
@@ -60,7 +62,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         """Creates an instance of a subclass with the unsharded forward's signature, which training loops read."""
         if cls is not ShardedModule:
             return object.__new__(cls)
-        return cast(Self, object.__new__(class_of_model(cls, cast(nn.Module, args[0]))))
+        return object.__new__(class_of_model(cls, cast(nn.Module, args[0])))
 
     def __init__(
         self,
@@ -112,11 +114,11 @@ class ShardedModule(ShardedSubmodule, Notebook):
             return call_outside(self, tracing_compiler(), args, kwargs)
         return self._ts_runner.call(self._ts_runner.compiler, args, kwargs)
 
-    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Computes `forward` with graphs that `compiler` compiles, if there is one."""
         return self._ts_runner.call(compiler, args, kwargs)
 
-    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Calls one submodule, as generation calls an encoder; it has its own graphs."""
         return self._ts_runner.call(self._ts_runner.compiler, args, kwargs, path)
 
@@ -148,7 +150,7 @@ class ShardedModule(ShardedSubmodule, Notebook):
         """Whether the batch is split across ranks, which must then call the model together."""
         return bool(self._ts_runner.batch.axes)
 
-    def compile(self, **options: Any) -> None:
+    def compile(self, **options: object) -> None:
         """Compiles the graphs of later calls with `torch.compile`, like the objective `{"compile": options}`.
 
         Args:

@@ -13,7 +13,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +24,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
-from torchshard.runtime.optimizer_classes import BY_ELEMENT, check_class_of_slices, class_of_step, parameters_of
-from torchshard.weights.dcp import wants_whole
+from torchshard.runtime.optimizer_classes import check_class_of_slices, parameters_of
+from torchshard.runtime.optimizer_states import UNMARKED, check_states, mark_state_dicts, mark_states, unmark_states
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
-from torchshard.weights.over_ranks import check_other_group, is_of_a_model
+from torchshard.weights.over_ranks import check_other_group
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.place import is_same_slice, place_of, place_text
-
-OptimizerState = Mapping[str, object]
-"""An optimizer's state for one parameter: tensors, such as 'exp_avg', and numbers."""
 
 
 class StepCounter(Protocol):
@@ -154,18 +151,18 @@ _STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
 """The classes of tensors that PyTorch's optimizers may step unwatched; others may rely on their own code."""
 
 
-def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+def _unwatched_step(step: Callable[..., object]) -> Callable[..., object]:
     """Wraps a step to take slices as plain tensors: PyTorch's optimizers handle them, and watching is slow."""
 
     @functools.wraps(step)
-    def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step_unwatched(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
         is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
         if not is_pytorchs or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
         args = tuple(watched(arg) if callable(arg) else arg for arg in args)
         kwargs = {name: watched(arg) if callable(arg) else arg for name, arg in kwargs.items()}
         if _is_compiled():
-            _unmark_states(optimizer)
+            unmark_states(optimizer)
         with unwatched():
             return step(optimizer, *args, **kwargs)
 
@@ -178,33 +175,9 @@ def _is_compiled() -> bool:
 
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if optimizer in _UNMARKED and not _is_compiled():
-        _UNMARKED.discard(optimizer)
-        _mark_states(optimizer)
-
-
-_UNMARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers that may have unmarked slices in their states.
-
-That is so before the first step, after a load, and while their steps are compiled, because compiled
-graphs take plain tensors.
-"""
-
-
-def _unmark_states(optimizer: Optimizer) -> None:
-    if optimizer not in _UNMARKED:
-        _UNMARKED.add(optimizer)
-        for state in optimizer.state.values():
-            state |= {name: value.plain for name, value in state.items() if is_of_a_model(value)}
-
-
-def _mark_states(optimizer: Optimizer) -> None:
-    """Marks an optimizer's state of slices, because users read and save it."""
-    for parameter, state in optimizer.state.items():
-        if isinstance(parameter, ShardedParameter) and parameter.is_split:
-            for name, value in state.items():
-                if type(value) is Tensor and is_slice_state(value, parameter):
-                    state[name] = LocalSlice.sharing(value, parameter)
+    if optimizer in UNMARKED and not _is_compiled():
+        UNMARKED.discard(optimizer)
+        mark_states(optimizer)
 
 
 def _settings(group: Mapping[str, object]) -> dict[str, object]:
@@ -237,25 +210,13 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
         groups = {group.name: group for p in slices for group in (p.ranks.group, *p.ranks.groups_of(p.sharding))}
         check_other_group(getattr(optimizer, "process_group", None), groups.values(), "ZeroRedundancyOptimizer")
     check_class_of_slices(optimizer)
-    _check_states(optimizer)
+    check_states(optimizer)
     mark_state_dicts(optimizer)
     marking = optimizer.register_step_post_hook(_after_step)
     # `_optimizer_step_post_hooks`: `register_step_post_hook` can only append a hook (PyTorch 2.13.0).
     hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(marking.id, last=False)  # before users' hooks, which may read the states
-    _UNMARKED.add(optimizer)
-
-
-_MARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers with hooks that mark slices in state dicts."""
-
-
-def mark_state_dicts(optimizer: Optimizer) -> None:
-    """Makes slices in an optimizer's state dicts know their place, and has loaded state dicts checked."""
-    if optimizer not in _MARKED:
-        _MARKED.add(optimizer)
-        optimizer.register_load_state_dict_pre_hook(_checked_state)
-        optimizer.register_state_dict_post_hook(_with_places)
+    UNMARKED.add(optimizer)
 
 
 def _check_unsharded(optimizer: Optimizer) -> None:
@@ -268,91 +229,3 @@ def _check_unsharded(optimizer: Optimizer) -> None:
                 why=f"the parameter has shape {tuple(parameter.shape)}",
                 attempt="a state dict of an unsharded model's optimizer; states of slices can't be joined yet",
             )
-
-
-def _check_states(optimizer: Optimizer) -> None:
-    by_element = class_of_step(optimizer) in BY_ELEMENT
-    for parameter in parameters_of(optimizer):
-        if isinstance(parameter, ShardedParameter):
-            _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
-
-
-def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_element: bool) -> None:
-    own = parameter.place
-    for name, value in state.items():
-        place = place_of(value)
-        # The name may differ, as when the model is now a part of another one; the rest of the place must match.
-        if place is not None and not is_same_slice(place, own):
-            raise InputError(
-                f"the optimizer's {name} of {parameter.path!r} is another slice's",
-                where="optimizer.load_state_dict",
-                why=f"given: {place_text(place)}; wanted: {place_text(own)}",
-                attempt="the optimizer's state dict that this rank saved, of the same plan on as many ranks",
-            )
-        if by_element and isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
-            raise InputError(
-                f"the optimizer's {name} of {parameter.path!r} has another shape than this rank's slice",
-                where="optimizer.load_state_dict",
-                why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {place_text(own)}",
-                attempt="the optimizer's state dict that this rank saved; of an unsharded run, ts.save(folder, model, "
-                "optimizer) there and ts.load(folder, model, optimizer) here",
-            )
-
-
-def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict to load, with plain tensors instead of slices.
-
-    Raises:
-        InputError: it has a slice of another place.
-    """
-    _UNMARKED.add(optimizer)
-    states, by_element = dict(state_dict["state"]), class_of_step(optimizer) in BY_ELEMENT
-    indices, cuts = [index for group in state_dict["param_groups"] for index in group["params"]], wants_whole()
-    for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
-        if isinstance(parameter, ShardedParameter) and index in states:
-            if cuts:
-                states[index] = {name: _cut(value, parameter) for name, value in states[index].items()}
-            _check_state(parameter, states[index], by_element=by_element)
-            plain = {name: v.plain if isinstance(v, LocalSlice) else v for name, v in states[index].items()}
-            states[index] = plain
-    return {**state_dict, "state": states}
-
-
-def _cut(value: object, parameter: ShardedParameter) -> object:
-    """Returns this rank's slice of an optimizer's tensor for a full parameter; other values as they are."""
-    if not isinstance(value, Tensor) or place_of(value) is not None or tuple(value.shape) != parameter.whole:
-        return value
-    own = parameter.sharding.local(value, parameter.ranks.place)
-    # fused steps run through memory in order: the strides must be the parameter's
-    return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
-
-
-def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the optimizer's state dict; tensors of a slice's shape know their place in the full tensor."""
-    parameters, mark = parameters_of(optimizer), _whole_copy if wants_whole() else _with_place
-    states = dict(state_dict["state"])
-    for index, state in states.items():
-        parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
-        if isinstance(parameter, ShardedParameter):
-            states[index] = {name: mark(value, parameter) for name, value in state.items()}
-    return {**state_dict, "state": states}
-
-
-def _with_place(value: object, parameter: ShardedParameter) -> object:
-    if not (parameter.is_split and is_slice_state(value, parameter)):
-        return value
-    return LocalSlice.stored(value, parameter.place)
-
-
-def _whole_copy(value: object, parameter: ShardedParameter) -> object:
-    """Returns a copy of a state, gathered from all ranks if it is a slice's: a collective call."""
-    if not isinstance(value, Tensor):
-        return value
-    if not (parameter.is_split and is_slice_state(value, parameter)):
-        return value.clone()
-    return parameter.ranks.gathered(value, parameter.sharding, parameter.whole)
-
-
-def is_slice_state(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Returns whether an optimizer's state for a parameter has one number per element."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape

@@ -9,7 +9,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torchshard.capture import Leaves, refuse_transforms
 from torchshard.compiler.constraints import Constraints
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import InputError, ShardError
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.distributed.consistency import running
 from torchshard.distributed.group import CheckLevel
 from torchshard.distributed.wire import settling
@@ -30,9 +30,10 @@ from torchshard.runtime.carried import mark, mark_whole
 from torchshard.runtime.compilation import Compiler
 from torchshard.runtime.compiled import Compiled, GraphCache
 from torchshard.runtime.later_sums import sum_kept
+from torchshard.runtime.lazy_step import LazyStep
 from torchshard.runtime.reader import CallReader
 from torchshard.runtime.results_beside import refuse_hooks
-from torchshard.runtime.step import LazyStep
+from torchshard.runtime.step import RunGraph
 from torchshard.runtime.store import WeightStore
 from torchshard.runtime.submodule import Unsharded
 from torchshard.weights.local_slice import unwatched
@@ -79,7 +80,7 @@ class Runner:
 
     def call(
         self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str = ""
-    ) -> Any:
+    ) -> object:
         """Computes `forward` with graphs that `compiler` compiles, if there is one.
 
         Args:
@@ -162,7 +163,8 @@ class Runner:
         if self._is_in_no_sync:
             return "in a later one"
         parameters = self._store.tensors.parameters().values()
-        return "with those of earlier calls" if any(map(_is_unsummed, parameters)) else "in its backward"
+        is_unsummed = any(getattr(parameter, "unsummed", None) for parameter in parameters)
+        return "with those of earlier calls" if is_unsummed else "in its backward"
 
     def _can_run_ahead(self, call: PreparedCall, compiler: Compiler | None) -> bool:
         """Returns whether the call's graph may start before the ranks have verified the call.
@@ -178,7 +180,7 @@ class Runner:
 
     def _run(
         self, call: PreparedCall, compiled: Compiled, compiler: Compiler | None, verify: Callable[[], None]
-    ) -> Sequence[Any]:
+    ) -> Sequence[Argument]:
         """Returns the values that a call's graph returns."""
         tensors = self._store.tensors.now
         state = [tensors[value] if isinstance(value, str) else value for value in compiled.state]
@@ -186,14 +188,14 @@ class Runner:
             with settling(self._store.ranks.group, verify):
                 own = self.batch.entering(call)
                 run = self._executable(compiled, call, compiler)
-                returned: Sequence[Any] = run(*state, *own, *call.inputs.numbers)
+                returned = run(*state, *own, *call.inputs.numbers)
         except (RuntimeError, IndexError) as error:
             _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
             _check_indices(error)
             raise error
         return returned
 
-    def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
+    def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> RunGraph:
         """Returns the callable for a call: with a backward graph if gradients are enabled.
 
         PyTorch's autograd computes the backward if PyTorch traces the call, or if each collective
@@ -207,7 +209,7 @@ class Runner:
             return partial(self._run_unsummed, compiled.training(compiler, self.batch.axes), call.sums)
         return compiled.training(compiler).next_call() if torch.is_grad_enabled() else compiled.inference(compiler)
 
-    def _run_unsummed(self, training: LazyStep, sums: Sums, *tensors: Any) -> Any:
+    def _run_unsummed(self, training: LazyStep, sums: Sums, *tensors: Tensor) -> Sequence[Argument]:
         """Runs a call, and keeps its partial gradients or sums them with those kept earlier."""
         run, keeps = training.next_call(), sums == "in a later one"
         reached = set(map(id, training.parameters(*tensors)))
@@ -215,7 +217,7 @@ class Runner:
             sum_kept(p for p in self._store.parameters.values() if id(p) not in reached)
         return run(*tensors, keeps=keeps) if training.has_graphs else run(*tensors)
 
-    def _finished(self, call: PreparedCall, compiled: Compiled, returned: Sequence[Any]) -> Any:
+    def _finished(self, call: PreparedCall, compiled: Compiled, returned: Sequence[Argument]) -> object:
         """Returns the results of a call, and stores the carried values in the caller's arguments."""
         captured, layouts = compiled.program.captured, compiled.result_layouts
         count = captured.changes.results
@@ -232,10 +234,6 @@ class Runner:
         if self.batch.group is not None:
             mark_whole(kept, layouts[count:])
         return captured.finish([*results, *kept], call.arguments)
-
-
-def _is_unsummed(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "unsummed", None))
 
 
 def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:

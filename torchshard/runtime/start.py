@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import nn
@@ -18,7 +18,6 @@ from torchshard.core.mesh import Mesh
 from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.objective import Aim
-from torchshard.runtime.call_verification import verify_same_weights
 from torchshard.runtime.digests import describe_contents
 from torchshard.weights.folder import Weights, check_missing, read_folder
 
@@ -60,7 +59,7 @@ def agreed_start(
 
     constraints, facts, layouts, found = ranks.run_on_all(read, PlanError, TOGETHER)
     _verify_options(constraints, ranks, mesh, whole_batches=whole_batches)
-    verify_same_weights(model, ranks, () if found is None else found.tensors)
+    _verify_same_weights(model, ranks, () if found is None else found.tensors)
     if found is not None:
         contents = describe_contents(found.tensors) | found.samples
         ranks.verify(contents, "the ranks would read different weights", "a folder with the same files on every rank")
@@ -87,3 +86,20 @@ def _verify_options(constraints: Constraints, ranks: Ranks, mesh: Mesh, *, whole
         ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
         asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
         ranks.verify({"mesh= and inputs=": asked}, TOGETHER, "the same mesh= and inputs= on every rank")
+
+
+def _verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str] = ()) -> None:
+    """Compares every bit of the unsharded model's parameters and buffers across the ranks.
+
+    Args:
+        replaced: the names to skip: other values replace theirs, which may differ before that.
+
+    Raises:
+        DistributedError: they differ.
+    """
+    if ranks.count == 1:
+        return
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    facts = describe_contents({name: tensor for name, tensor in named.items() if name not in replaced})
+    attempt = "torch.manual_seed(0) before the model is built, or the same files, on every rank"
+    ranks.verify(facts, "the ranks hold different models", attempt)

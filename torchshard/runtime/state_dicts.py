@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim.optimizer import StateDict
 
 from torchshard.core.errors import InputError
 from torchshard.core.modules import named_tensors
@@ -50,7 +51,7 @@ def refuse_method(caller: FrameType) -> None:
         raise no_method(method, "it takes a state dict for the whole model's", "ts.save_pretrained(model, folder)")
 
 
-def with_places(state: dict[str, Any], store: WeightStore, prefix: str) -> dict[str, Any]:
+def with_places(state: StateDict, store: WeightStore, prefix: str) -> StateDict:
     """Gives the slices in a model's state dict their places; returns full tensors if DCP requests them."""
     is_whole = wants_whole()
     for name, names in store.tensors.names.items():

@@ -1,4 +1,4 @@
-"""A rank's training step: its forward and backward graphs, run as one autograd Function.
+"""A training step of one segment of a rank's graph: forward and backward graphs, run as one autograd Function.
 
 Where a backward graph does not suffice, as for gradients of gradients, the forward runs again and
 PyTorch's autograd computes the backward.
@@ -13,58 +13,49 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import Node
 
 # Code that frees its arguments early, without a public name (PyTorch 2.13.0; the reason: pytorch/pytorch#83137).
 from torch.fx.graph import _BoxedCodeGen
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import InputError
-from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
+from torchshard.core.types import Context
 from torchshard.custom_ops.carry import CARRY
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.editing import duplicate
-from torchshard.ir.effects import uses_rng, written_state
-from torchshard.ir.graph import placeholders, results_of
+from torchshard.ir.effects import uses_rng
+from torchshard.ir.graph import placeholders
 from torchshard.ops import OPS, hashable
-from torchshard.passes import (
-    Gradients,
-    Part,
-    Partition,
-    Segment,
-    direct,
-    has_backward,
-    schedule,
-    segments,
-    step_graphs,
-    sums_wider,
-)
+from torchshard.passes import Gradients, Part, Partition, step_graphs
 from torchshard.runtime.later_sums import Due, keep, sum_kept, summed, with_kept
 from torchshard.runtime.sent import Sent, on_all_ranks, sent_by
 from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import ShardedParameter
 
 log = logging.getLogger("torchshard.runtime.step")
-Runnable = Callable[[fx.GraphModule], Callable[..., Any]]
+RunGraph = Callable[..., Sequence[Argument]]
+"""Runs a graph of a rank on the values of its placeholders; returns its results."""
+Runnable = Callable[[fx.GraphModule], RunGraph]
 """Makes a callable from a scheduled graph."""
-EAGER_CALLS = 1
-"""The number of calls that run under PyTorch's autograd before the backward graph is made."""
 
 
 class _Backward(NamedTuple):
     """A backward graph, ready to run."""
 
-    run: Callable[[list[Any]], tuple[Tensor | None, ...]]
+    run: Callable[[list[Argument]], Sequence[Tensor | None]]
     """Takes a list of the saved values and the gradients, and empties it to free their memory early."""
     saved: tuple[int, ...]
     """The indices of the values it takes, among those that forward saves."""
@@ -100,7 +91,7 @@ class Step:
         """The indices of the arguments that forward writes to."""
         self._backwards: dict[Gradients, _Backward | None] = {self.parts.given: self._backward(self.parts)}
 
-    def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
+    def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Argument, ...]:
         """Returns the segment's results.
 
         Args:
@@ -144,18 +135,17 @@ class Step:
         )
 
 
-def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None, ...]]:
+def _boxed(run: RunGraph) -> Callable[[list[Argument]], Sequence[Tensor | None]]:
     """Returns a graph as a callable that takes its arguments in a list, and empties the list."""
     if isinstance(run, fx.GraphModule):
         run.graph.set_codegen(_BoxedCodeGen())
         run.recompile()
         return run
 
-    def boxed(arguments: list[Any]) -> tuple[Tensor | None, ...]:
+    def boxed(arguments: list[Argument]) -> Sequence[Tensor | None]:
         taken = tuple(arguments)
         arguments.clear()
-        gradients: tuple[Tensor | None, ...] = run(*taken)
-        return gradients
+        return run(*taken)
 
     return boxed
 
@@ -178,103 +168,9 @@ def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[Sent]:
-    return [sent for _, step in made if isinstance(step, Step) for sent in step.sent]
-
-
-Steps = list[tuple[Segment, Callable[..., Any]]]
-"""The segments of a rank's graph, each with its callable: a `Step`, or the graph of a view."""
-
-
-def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, unsummed: Collection[str] = ()) -> Steps:
-    """Returns the segments of a rank's graph, each with its callable for training."""
-    written = {node.name for node in written_state(local.graph)}
-
-    def made_of(part: Segment) -> Callable[..., Any]:
-        if part.is_view:
-            return with_direct_collectives(part.graph)
-        return Step(part.graph, ranks, written, runnable, unsummed)
-
-    with without_garbage_collection():
-        return [(part, made_of(part)) for part in segments(local)]
-
-
-def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Callable[..., Any]:
-    """Returns the callable of a rank's graph for calls without gradients."""
-    scheduled = duplicate(local)
-    schedule(scheduled)
-    return runnable(scheduled)
-
-
-class LazyStep:
-    """The segments of a rank's graph, made at its second call: a graph that is called once does not wait for them.
-
-    They are made at the first call where autograd would not do: if backward recomputes values,
-    which autograd would store; if the graph is compiled; if gradients are summed later, or in
-    a different dtype from autograd's; and if hooks watch the saved values, because a checkpoint around
-    the call runs it twice and compares.
-    """
-
-    def __init__(
-        self,
-        local: fx.GraphModule,
-        under_autograd: Callable[..., Any],
-        ranks: Ranks,
-        runnable: Runnable = direct,
-        unsummed: Collection[str] = (),
-    ) -> None:
-        self._local, self._under_autograd, self._ranks = local, under_autograd, ranks
-        self._runnable, self._unsummed = runnable, unsummed
-        self._segments: Steps | None = None
-        self._sources = [node.name for node in placeholders(local.graph)]
-        self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
-        again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
-        self._is_asked_for = runnable is not direct or again
-        """Whether the user requested a feature that only the graphs have: recomputation or compilation."""
-        self._eager_calls = 0 if self._is_asked_for or unsummed or sums_wider(local) else EAGER_CALLS
-        """The number of calls left before the graphs are made."""
-        self.is_made = not has_backward(local)
-        """Whether later calls run in the same way as the latest one."""
-        if self.is_made and self._is_asked_for and any(node.meta.get("needs_grad") for node in local.graph.nodes):
-            log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether there are graphs of forward and backward."""
-        return self._segments is not None
-
-    def next_call(self) -> Callable[..., Any]:
-        """Returns the callable for the next call; at the second call, all ranks make the graphs together."""
-        # `_top_saved_tensors_default_hooks`: no public reader of the hooks on saved tensors (PyTorch 2.13.0).
-        watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if not self.is_made and (watched or not self._eager_calls):
-            self.is_made = True
-            level = logging.WARNING if self._is_asked_for else logging.INFO
-            make = partial(steps_of, self._local, self._ranks, self._runnable, self._unsummed)
-            self._segments = on_all_ranks(self._ranks, make, _all_sent, level)
-        self._eager_calls -= not self.is_made
-        return self._under_autograd if self._segments is None else self._run
-
-    def parameters(self, *tensors: Tensor) -> list[Tensor]:
-        """Returns the parameters among a call's arguments of which backward returns partial gradients."""
-        values = dict(zip(self._sources, tensors, strict=True))
-        steps = [(segment, step) for segment, step in self._segments or () if isinstance(step, Step)]
-        return [values[segment.arguments[part.argument]] for segment, step in steps for part in step.parts.parts]
-
-    def _run(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
-        """Runs the segments; returns the graph's results."""
-        values: dict[str | None, Any] = dict(zip(self._sources, tensors, strict=True))
-        values[None] = None
-        for segment, step in self._segments or ():
-            how = {"keeps": True} if keeps and isinstance(step, Step) else {}
-            made = step(*(values[name] for name in segment.arguments), **how)
-            values.update(zip(segment.results, made, strict=True))
-        return tuple(values[name] for name in self._results)
-
-
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, keeps: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Context, step: Step, keeps: bool, *tensors: Tensor) -> tuple[Argument, ...]:
         parts = step.parts
         ctx.step, ctx.keeps, ctx.call = step, keeps, running_call()
         ctx.arguments, ctx.versions = tensors, _versions(step, tensors)
@@ -292,7 +188,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     # `_disable_dynamo` is `torch.compiler.disable`, without its import of Dynamo (PyTorch 2.13.0).
     @torch._disable_dynamo
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(gradient is not None for gradient in gradients)
         plain = all(type(gradient) in PLAIN for gradient in gradients if gradient is not None)
         backward = None if torch.is_grad_enabled() or not plain else ctx.step.backward_for(given)
@@ -312,7 +208,7 @@ class _Function(torch.autograd.Function):
             return (None, None, *found)
 
 
-def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
+def _with_parts(ctx: Context, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
     """Returns the gradients of a step's arguments, including partial ones, which are summed or kept.
 
     A parameter keeps its partial gradients if `ctx.keeps`, and if autograd is about to add to its
@@ -339,10 +235,10 @@ def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> 
     return gradients
 
 
-def _accumulated(node: Any) -> ShardedParameter | None:
+def _accumulated(node: Node | None) -> ShardedParameter | None:
     """Returns the parameter if an autograd node is about to accumulate into its `grad`, else None."""
     parameter = getattr(node, "variable", None)
-    if not isinstance(parameter, ShardedParameter):
+    if node is None or not isinstance(parameter, ShardedParameter):
         return None
     try:
         # `_will_engine_execute_node` has no public name (PyTorch 2.13.0; added by pytorch/pytorch#84773).
@@ -351,7 +247,7 @@ def _accumulated(node: Any) -> ShardedParameter | None:
         return None
 
 
-def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _by_autograd(ctx: Context, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Computes the gradients of a step's arguments by PyTorch's autograd; the forward runs again.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class WeightStore:
         own = dict((*original.named_parameters(), *original.named_buffers()))
         if weights is not None and weights.conversions is not None:
             # `_weight_conversions`: `save_pretrained` reverses the conversions in this attribute (transformers 5.24.0).
-            cast(Any, model.source)._weight_conversions = weights.conversions
+            vars(model.source)["_weight_conversions"] = weights.conversions
         self._uncut = own | (weights.tensors if weights else {})
         empty = {n: without_storage(t, device=self._uncut[n].device if t.is_meta else None) for n, t in own.items()}
         persistent = set(original.state_dict())

@@ -1,55 +1,30 @@
 """The submodules of a sharded model: this rank's slices under the names of an unsharded module's parameters.
 
-The class of each is a subclass of `ShardedSubmodule` and of the unsharded module's class, so loops
-over `modules()` that look for layers by `isinstance` still work.
-(`torch.distributed.fsdp.fully_shard` makes an `FSDPLinear` in the same way.) A submodule can't be
-called, because it would compute with slices. Methods of the model's own classes run with the
-sharded modules as `self`, until they call a submodule or treat a slice as the full tensor.
+A submodule can't be called, because it would compute with slices. `submodule_classes` makes its class.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import inspect
-import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import transform_error
-from torchshard.core.errors import InputError, SliceWarning
+from torchshard.core.errors import InputError
 from torchshard.core.modules import named_tensors
-from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
-from torchshard.runtime.containers import container_methods
 from torchshard.runtime.fixed_names import FixedNames
-from torchshard.runtime.generation import with_self
-from torchshard.runtime.refusals import no_method, not_changeable, refuse_class
-from torchshard.weights.callers import running_method
+from torchshard.runtime.refusals import not_changeable, refuse_class
+from torchshard.runtime.submodule_classes import AS_FORWARD, EqualToItsSource, class_for, own_attribute
 from torchshard.weights.local_slice import LocalSlice
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
-_AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
 _MISSING = object()
-
-
-class _EqualToItsSource(type):
-    """The metaclass that makes each class here equal to its source's class: `type(m) == nn.Linear` stays true."""
-
-    made_for: type | None = None
-
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or (cls.made_for is not None and cls.made_for is other)
-
-    def __hash__(cls) -> int:
-        return type.__hash__(cls if cls.made_for is None else cls.made_for)
 
 
 @dataclass
@@ -67,14 +42,14 @@ class Unsharded:
     """The attributes in which forward leaves tensors: graphs don't store them there, so reading one raises."""
 
 
-class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
+class ShardedSubmodule(nn.Module, metaclass=EqualToItsSource):
     """The sharded counterpart of one module of the unsharded model."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Creates an instance of the class for the source's class; for the model itself, of its own subclass."""
         if cls is not ShardedSubmodule:
             return object.__new__(cls)
-        return cast(Self, object.__new__(_class_for(type(cast(nn.Module, args[0])))))
+        return object.__new__(class_for(cls, type(cast(nn.Module, args[0]))))
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Hides the classes made here from user classes that register their subclasses."""
@@ -163,10 +138,10 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
                 raise
             if attribute is _MISSING:
                 return self._delegated(name)
-            found = _own_attribute(type(self.source), name, attribute)
+            found = own_attribute(type(self.source), name, attribute)
             return found.__get__(self, type(self)) if hasattr(found, "__get__") else found
 
-    def _delegated(self, name: str) -> Any:
+    def _delegated(self, name: str) -> object:
         """Returns the value that the source's `__getattr__` finds: peft's look in the model that they wrap."""
         value = getattr(self.source, name)
         for path, module in self.source.named_modules():
@@ -185,7 +160,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         if name in self.__dict__.get("_modules", ()):
             raise not_changeable(name, type(self.source).__name__, "replaced")
         attribute = inspect.getattr_static(type(self.source), name, None)
-        if isinstance(attribute, property) and attribute.fset is not None and name not in _OF_SUBMODULES:
+        if isinstance(attribute, property) and attribute.fset is not None and name not in vars(ShardedSubmodule):
             attribute.fset(self, value)
         elif name == "forward" or (name not in _EVERY_MODULE_HAS and self._is_of_source(name)):
             self._set_source(name, value)
@@ -228,7 +203,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     register_full_backward_hook: Callable[..., RemovableHandle] = _refuse_hooks
     register_full_backward_pre_hook: Callable[..., RemovableHandle] = _refuse_hooks
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Refuses the call of a submodule.
 
         Raises:
@@ -238,14 +213,14 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             f"a {type(self.source).__name__} within a sharded model can't be called by itself",
             where="a submodule of a ShardedModule",
             why="it holds this rank's slices, and graphs are captured for the whole model",
-            attempt=f"{_AS_FORWARD}; or torchshard.shard(unsharded.part, plan), of that part alone",
+            attempt=f"{AS_FORWARD}; or torchshard.shard(unsharded.part, plan), of that part alone",
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuses `torch.jit.script`, which calls this first and would compile the code of `forward`."""
         raise transform_error(self.source, "torch.jit.script", "script the unsharded model")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Copies a submodule with its model, which has added stand-ins for the source's tensors to `memo`."""
         if any(id(tensor) not in memo for tensor in (*self.source.parameters(), *self.source.buffers())):
             raise InputError(
@@ -264,113 +239,5 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return self.source.extra_repr()
 
 
-_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
-"""Class of unsharded modules -> class of their submodules here.
-
-One class serves all models, so `type(a) is type(b)` stays true for two linears. Weak: a class lives
-only as long as its instances.
-"""
-_MODEL_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
-"""Class of unsharded models -> class of sharded ones: `torch.func.stack_module_state` requires equal classes."""
-
-
-def class_of_model(base: type[ShardedSubmodule], model: nn.Module) -> type[ShardedSubmodule]:
-    """Returns a subclass of `base` with the signature of an unsharded model's forward, which training loops read."""
-    if "forward" in vars(model):
-        return _class_of_model(base, model)
-    made = _MODEL_CLASSES.get(type(model))
-    if made is None:
-        made = _MODEL_CLASSES[type(model)] = _class_of_model(base, model)
-    return made
-
-
-def _class_of_model(base: type[ShardedSubmodule], model: nn.Module) -> type[ShardedSubmodule]:
-    function = cast(FunctionType, base.forward)
-    # a copy of the function, because each class has its own signature
-    forward = FunctionType(function.__code__, function.__globals__)
-    with contextlib.suppress(AttributeError, ValueError):  # `check_weights` refuses these
-        forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
-    namespace = {"forward": forward, "made_for": base, "__module__": base.__module__, **container_methods(type(model))}
-    return cast(type[ShardedSubmodule], cast(type, type(base))(type(model).__name__, (base,), namespace))
-
-
-def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
-    """Returns a subclass of `ShardedSubmodule` and of a module's class, with that class's methods hidden.
-
-    It has the name of that class, because recipes read it:
-    `m.__class__.__name__.startswith("Dropout")`, `m._get_name()`.
-    """
-    sharded = _CLASSES.get(source)
-    if sharded is None:
-        metaclass = _EqualToItsSource
-        if type(source) is not type:  # a metaclass must be a subclass of the metaclasses of all bases
-            metaclass = cast(type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {}))
-        namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
-        namespace |= container_methods(source)
-        created = metaclass(source.__name__, (ShardedSubmodule, source), namespace)
-        sharded = _CLASSES[source] = cast(type[ShardedSubmodule], created)
-    return sharded
-
-
-def _hiding_methods(source: type) -> dict[str, object]:
-    """Returns attributes that hide the methods of a module's class.
-
-    A method that overrides one of `nn.Module` is hidden by the original, others by their
-    `_own_attribute`.
-    """
-    hidden: dict[str, object] = {}
-    for base in source.__mro__[: source.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items():
-            if name in hidden or name in _OF_CLASSES or name in _OF_SUBMODULES:
-                continue
-            if hasattr(nn.Module, name):
-                hidden[name] = inspect.getattr_static(nn.Module, name)
-            elif isinstance(value, (FunctionType, classmethod, staticmethod)):
-                hidden[name] = _own_attribute(source, name, value)
-    return hidden
-
-
-def _own_attribute(source: type, name: str, value: object) -> Any:
-    """Returns an attribute of an unsharded module's class for its sharded module, the `self` of its methods."""
-    if isinstance(value, (classmethod, staticmethod)):
-        return staticmethod(value.__get__(None, source))
-    if not isinstance(value, FunctionType):
-        return value
-    full_name = f"{source.__name__}.{name}"
-    if is_unloading(source, name):
-        return functools.partialmethod(_refuse_called, full_name, "it replaces modules of the model", UNLOADING)
-    return merging_method(source, name) or _with_slices(value, source, full_name)
-
-
-def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., Any]:
-    """Returns a method that runs on a sharded module; it raises where it would treat a slice as the full tensor."""
-    calls_super = "__class__" in inspect.unwrap(method).__code__.co_freevars
-
-    @functools.wraps(method)
-    def run(self: ShardedSubmodule, *args: object, **kwargs: object) -> Any:
-        if calls_super and not isinstance(self, source):
-            raise no_method(name, f"it calls super(), and a sharded model is no {source.__name__}", _AS_FORWARD)
-        with warnings.catch_warnings(), running_method(name):
-            warnings.simplefilter("error", SliceWarning)
-            try:
-                return method(self, *args, **kwargs)
-            except SliceWarning as warning:
-                raise no_method(name, f"it takes a slice for the whole: {warning}", _AS_FORWARD) from warning
-
-    return run
-
-
-_OF_CLASSES = frozenset([
-    *vars(type("", (), {})), "__annotations__", "__class_getitem__", "__parameters__", "__slots__",
-])  # fmt: skip
-"""Attributes that Python itself adds to classes."""
-
-
-def _refuse_called(module: object, name: str, why: str, attempt: str, *args: object, **kwargs: object) -> NoReturn:
-    raise no_method(name, why, attempt)
-
-
-_OF_SUBMODULES = frozenset(vars(ShardedSubmodule))
-"""The attributes of the class of submodules, which an attribute of the unsharded module's class must not hide."""
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """The attributes of every module, such as its hooks; they may be changed."""

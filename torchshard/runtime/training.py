@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ def _is_slice(parameter: Tensor) -> TypeGuard[ShardedParameter]:
     return isinstance(parameter, ShardedParameter) and parameter.is_split
 
 
-def _checked_norm(max_norm: object, norm_type: Any) -> float:
+def _checked_norm(max_norm: object, norm_type: float | str) -> float:
     """Returns the order of the norm; "inf" is valid, as in PyTorch."""
     try:
         order = float(norm_type)

@@ -27,11 +27,11 @@ from torchshard.report.explain import rank_graph
 from torchshard.rules import Call, TensorType, has_rule, row_of
 from torchshard.rules.registry import rule_of
 from torchshard.testing.calls import CapturedCall, PlannedCall, capture, kept_graphs
-from torchshard.testing.changed_rules import changed_rule, ops_with_rules
 from torchshard.testing.gradients import full_gradient, gradient_error, largest
 from torchshard.testing.graphs import awaited, begun, collective, collectives, predicted_memory
+from torchshard.testing.one_op import OpCall
 from torchshard.testing.ranks import PATIENCE, fail_on_bugs, on_ranks, run_ranks, why_not_through_memory
-from torchshard.testing.rules import OpCall, check_rule
+from torchshard.testing.rules import changed_rule, check_rule, ops_with_rules
 
 __all__ = [
     "Call", "CapturedCall", "CheckError", "Choice", "Layout", "OpCall", "PATIENCE", "Partition", "PlannedCall",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -42,8 +41,8 @@ class CapturedCall:
     """A call of a model as a flat graph of ATen ops with global shapes; made by `capture`."""
 
     model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
     captured: Captured
 
     @property
@@ -118,8 +117,8 @@ class PlannedCall:
     """A captured call with a plan, and with the plan's collectives in its graph."""
 
     model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
     program: Program
 
     @property
@@ -161,22 +160,22 @@ class PlannedCall:
         """
         return lockstep.rank_graphs(graph or self.graph, self.program.axis, self.program.batches)
 
-    def run(self) -> list[list[Any]]:
+    def run(self) -> list[list[object]]:
         """Returns the results of each rank's graph, without gradients; each rank gets the call's full tensors."""
         call = flatten_call(self.model, self.args, self.kwargs)
         shared = {**self.program.captured.constants, **dict(zip(call.names, call.tensors, strict=True))}
-        graphs, fed = self.rank_graphs(), list[list[Any]]()
+        graphs, fed = self.rank_graphs(), list[list[Tensor]]()
         for rank, graph in enumerate(graphs):
             known = {**shared, **self.state(rank)}
             fed.append([known[node.meta["path"]] for node in graph.graph.find_nodes(op="placeholder")])
         with torch.no_grad():
             return lockstep.run(graphs, fed, [lambda node, value, args: value] * len(graphs))
 
-    def step_graphs(self, rank: int = 0, **options: Any) -> Partition:
-        """Returns the forward and backward graphs of a rank; takes the options of `torchshard.passes.step_graphs`."""
-        return step_graphs(self.rank_graphs()[rank], **options)
+    def step_graphs(self, rank: int = 0) -> Partition:
+        """Returns the forward and backward graphs of a rank."""
+        return step_graphs(self.rank_graphs()[rank])
 
-    def call(self, *args: Any, **kwargs: Any) -> PlannedCall:
+    def call(self, *args: object, **kwargs: object) -> PlannedCall:
         """Returns a call of this program with other arguments, with sizes that its graph allows."""
         return replace(self, args=args, kwargs=kwargs)
 
@@ -192,8 +191,8 @@ class PlannedCall:
 
 def capture(
     model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     dtype: torch.dtype | None = None,
     dynamic: bool = True,

@@ -21,13 +21,16 @@ from datetime import timedelta
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchshard.distributed.memory import Unreachable
 from torchshard.distributed.memory.segment import OtherSegment, OwnSegment
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PATIENCE = float(os.environ.get("TORCHSHARD_TEST_PATIENCE", "1"))
 """Factor on all time limits, for runs on a busy machine."""
@@ -50,7 +53,9 @@ def default_backend() -> str:
     return os.environ.get("TORCHSHARD_TEST_BACKEND") or ("gloo" if why_not_through_memory() else "memory")
 
 
-def on_ranks(ranks: int, *, seconds: float = 120.0, backend: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+def on_ranks(
+    ranks: int, *, seconds: float = 120.0, backend: str | None = None
+) -> Callable[[Callable[Concatenate[int, P], T]], Callable[P, list[T] | None]]:
     """Decorates a module-level function to run on several ranks at each call.
 
         @on_ranks(2)
@@ -61,9 +66,9 @@ def on_ranks(ranks: int, *, seconds: float = 120.0, backend: str | None = None) 
     A call returns the results of all ranks, or None if all of them are None. It raises the errors of `run_ranks`.
     """
 
-    def decorate(fn: Callable[..., Any]) -> Any:
+    def decorate(fn: Callable[Concatenate[int, P], T]) -> Callable[P, list[T] | None]:
         @functools.wraps(fn)
-        def run(*args: Any, **kwargs: Any) -> list[Any] | None:
+        def run(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
             results = run_ranks(_call_decorated, ranks, run, args, kwargs, seconds=seconds, backend=backend)
             return results if any(result is not None for result in results) else None
 
@@ -75,18 +80,20 @@ def on_ranks(ranks: int, *, seconds: float = 120.0, backend: str | None = None) 
     return decorate
 
 
-def _call_decorated(rank: int, decorated: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return decorated.__wrapped__(rank, *args, **kwargs)
+def _call_decorated(
+    rank: int, decorated: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:
+    return vars(decorated)["__wrapped__"](rank, *args, **kwargs)
 
 
 def run_ranks(
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     ranks: int,
-    *args: Any,
+    *args: object,
     seconds: float = 120.0,
     backend: str | None = None,
     lost: int | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Calls `fn(rank, *args)` on several ranks, one thread each.
 
     Args:
@@ -140,7 +147,9 @@ def _read(path: Path) -> tuple[bool, Any]:
     return pickle.loads(path.read_bytes()) if path.exists() else (False, "")
 
 
-def _rank(rank: int, fn: Callable[..., Any], ranks: int, folder: str, args: tuple[Any, ...], backend: str) -> None:
+def _rank(
+    rank: int, fn: Callable[..., object], ranks: int, folder: str, args: tuple[object, ...], backend: str
+) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a rank starts
     fail_on_bugs()
@@ -174,6 +183,6 @@ def fail_on_bugs() -> None:
 
     Otherwise training falls back to autograd. The ranks of `run_ranks` call this function automatically.
     """
-    for name in ("torchshard.runtime.step", "torchshard.checking.steps"):
+    for name in ("torchshard.runtime.step", "torchshard.checking.trials"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(_Bugs())

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
 from torchshard.core.errors import InputError
+from torchshard.core.types import Theirs
 from torchshard.weights.folder import Weights, fitting
-from torchshard.weights.lazy import LazyTensor, file_tensor, lazy
+from torchshard.weights.lazy import LazyTensor
+from torchshard.weights.recording import file_tensor, lazy
 from torchshard.weights.safetensors_files import tensors_of
 from torchshard.weights.tape import Tape
 
@@ -22,7 +24,7 @@ ADAPTER: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 
 
-def adapter_names(model: Any, adapter: str) -> dict[str, str]:
+def adapter_names(model: Theirs, adapter: str) -> dict[str, str]:
     """Returns a dict: name in an adapter's file -> name in the model."""
     from peft import get_peft_model_state_dict
     from peft.utils.other import EMBEDDING_LAYER_NAMES
@@ -60,10 +62,10 @@ def with_adapter(
     files, tape = tensors_of(place / ADAPTER), Tape()
     before = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     try:
-        config: Any = peft.PeftConfig.from_pretrained(str(place))
+        config: Theirs = peft.PeftConfig.from_pretrained(str(place))
         config.inference_mode = not is_trainable
         with lazy():
-            adapted: Any = peft.get_peft_model(model, config)
+            adapted: Theirs = peft.get_peft_model(model, config)
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise _no_adapter(place, f"{type(error).__name__}: {error}", "the adapter of this model") from error
     own, names = dict(adapted.state_dict(keep_vars=True)), adapter_names(adapted, "default")

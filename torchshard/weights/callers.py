@@ -29,7 +29,7 @@ _KNOWING = (
 _PASSING = (
     "torch._dynamo.eval_frame", "torch._functorch.functional_call", "torch.distributed._functional_collectives",
     "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.distributed.nn.functional",
-    "torch.optim.swa_utils", "torchshard.runtime.submodule",
+    "torch.optim.swa_utils", "torchshard.runtime.submodule", "torchshard.runtime.submodule_classes",
 )  # fmt: skip
 """Modules within `_KNOWING`, and of this library, that run code passed in by their caller and act for it."""
 _MODULES = nn.Module.__module__

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from torchshard.core.errors import InputError
 from torchshard.core.layouts import Shard, parts_of, parts_size
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding, local_shape, placements_in
+from torchshard.core.types import is_count, is_of
 from torchshard.weights.boxes import Box, overlaps
-from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
+from torchshard.weights.safetensors_files import tensors_in
+from torchshard.weights.stored_tensors import FileTensor, StoredTensor
 
 MANIFEST: Final = "checkpoint.json"
 OBJECTS: Final = "objects.bin"
@@ -78,7 +80,6 @@ class Checkpoint:
     """By name: 'model/<name>' or 'optimizer/<number>/<state>/<name of the parameter>'."""
     aliases: Mapping[str, str]
     """Alias of a tied parameter -> its first name, both as in `tensors`."""
-
     digest: str
     """The hash of objects.bin."""
 
@@ -114,34 +115,6 @@ def is_checkpoint(folder: Path) -> bool:
 def digest(data: bytes) -> str:
     """Returns the hash of a file's content."""
     return hashlib.sha256(data).hexdigest()
-
-
-def manifest(
-    id_: str,
-    files: Mapping[str, int],
-    objects: bytes,
-    layouts: Mapping[str, str],
-    aliases: Mapping[str, str],
-    mesh: Mapping[str, int],
-) -> bytes:
-    """Returns the content of checkpoint.json.
-
-    Args:
-        files: name within the data folder -> its size in bytes.
-        objects: the content of objects.bin.
-        layouts: tensor -> '<sharding> <global shape>'.
-        mesh: axis, outermost first -> the number of ranks along it.
-    """
-    body = {
-        "format": FORMAT,
-        "id": id_,
-        "files": files,
-        "mesh": mesh,
-        "objects": digest(objects),
-        "tensors": layouts,
-        "aliases": aliases,
-    }
-    return json.dumps(body, indent=1).encode()
 
 
 def file_metadata(id_: str, name: str) -> dict[str, str]:
@@ -204,7 +177,7 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         raise broken(path, str(error)) from error
     try:
         body = json.loads(content)
-        files, layouts, aliases = _tables(body)
+        files, layouts, aliases = _table(body["files"], int), _table(body["tensors"], str), _table(body["aliases"], str)
         saved = _mesh(body["mesh"]) if "mesh" in body else None
         id_, objects = body["id"], body["objects"]
         if body["format"] != FORMAT or not re.fullmatch(r"[0-9a-f]{16}", id_) or OBJECTS not in files:
@@ -236,17 +209,16 @@ def model_tensors(folder: Path) -> dict[str, SlicedTensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _tables(body: Any) -> tuple[dict[str, int], dict[str, str], dict[str, str]]:
-    files, layouts, aliases = body["files"], body["tensors"], body["aliases"]
-    for table, kind in ((files, int), (layouts, str), (aliases, str)):
-        if not (isinstance(table, dict) and all(type(value) is kind for value in table.values())):
-            raise TypeError(f"a table of names has values that are no {kind.__name__}")
-    return files, layouts, aliases
+T = TypeVar("T")
 
 
-def _mesh(sizes: Any) -> Mesh:
+def _table(value: object, kind: type[T]) -> dict[str, T]:
+    return {name: is_of(kind, each) for name, each in is_of(dict, value).items()}
+
+
+def _mesh(sizes: object) -> Mesh:
     """Returns the mesh of the ranks that saved."""
-    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
+    if not isinstance(sizes, dict) or not all(map(is_count, sizes.values())):
         raise TypeError(f"its mesh is {sizes!r:.80}")
     return Mesh(tuple(MeshAxis(size, name) for name, size in sizes.items()))
 

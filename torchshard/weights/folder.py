@@ -21,9 +21,11 @@ from torchshard.core.errors import InputError
 from torchshard.core.modules import named_tensors
 from torchshard.core.user_files import warn
 from torchshard.weights.checkpoint_files import is_checkpoint, model_tensors
-from torchshard.weights.lazy import LazyTensor, file_tensor
+from torchshard.weights.lazy import LazyTensor
 from torchshard.weights.materialize import ReadSlices
-from torchshard.weights.safetensors_files import StoredTensor, tensors_of
+from torchshard.weights.recording import file_tensor
+from torchshard.weights.safetensors_files import tensors_of
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import Tape
 from torchshard.weights.transformers_models import converted, is_transformers
 

@@ -26,7 +26,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,13 @@ from torch.utils import _pytree as pytree
 from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import MeshAxis, Place
 from torchshard.core.sharding import Placement, Sharding
-from torchshard.weights.op_layouts import Level, Lost, tensors_in
+from torchshard.custom_ops.fx_types import Args, Kwargs
+from torchshard.weights.op_calls import tensors_in
+from torchshard.weights.op_layouts import Level, Lost
 
 Function = Callable[..., object]
+Shapes = Sequence[tuple[int, ...] | None]
+"""The shapes of a call's tensors; None for a tensor's own."""
 
 
 class SliceType(NamedTuple):
@@ -80,9 +84,8 @@ def follow(
         result: the value that the function returned on this rank.
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    types = [held.get(i) for i in range(len(tensors))]
-    shapes = [tuple(t.shape) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    types = [held.get(i) for i in range(len(tensors_in(leaves)))]
+    shapes = [tuple(t.shape) for t in tensors_in(result)]
     key = _key(func, structure, leaves, types, place, shapes)
     if key in _KNOWN:
         return _KNOWN[key]
@@ -212,14 +215,8 @@ class _Question:
         is_size = scaled is None or levels[0].takes_sizes
         return self._joined(axes, found) if is_alike and is_size else None
 
-    def _run(
-        self,
-        level: Level,
-        layouts: Sequence[Layout],
-        shapes: Sequence[tuple[int, ...] | None],
-        scaled: int | None = None,
-    ) -> _Found:
-        """Runs the function on meta tensors with these layouts and shapes; None means a tensor's own shape."""
+    def _run(self, level: Level, layouts: Sequence[Layout], shapes: Shapes, scaled: int | None = None) -> _Found:
+        """Runs the function on meta tensors with these layouts and shapes."""
         args, kwargs, tensors = self._called_with(shapes, scaled)
         for tensor, layout in zip(tensors, layouts, strict=True):
             level.note(tensor, layout)
@@ -229,9 +226,7 @@ class _Question:
         made = tensors_in(result)
         return _Found(*([(level.layout(t), tuple(t.shape)) for t in several] for several in (made, tensors)))
 
-    def _called_with(
-        self, shapes: Sequence[tuple[int, ...] | None], scaled: int | None = None
-    ) -> tuple[Sequence[Any], Mapping[str, Any], list[Tensor]]:
+    def _called_with(self, shapes: Shapes, scaled: int | None = None) -> tuple[Args, Kwargs, list[Tensor]]:
         """Returns the arguments with meta tensors of these shapes, and those tensors."""
         shape_of, given, tensors = iter(shapes), list[object](), list[Tensor]()
         ratio = self._ratio(shapes)
@@ -246,7 +241,7 @@ class _Question:
                 given.append("meta" if isinstance(leaf, torch.device) else leaf)
         return *pytree.tree_unflatten(given, self.structure), tensors
 
-    def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
+    def _ratio(self, shapes: Shapes) -> float:
         """Returns a slice's number of elements at these shapes, divided by this rank's."""
         of_leaves = (leaf.numel() for leaf in self.leaves if isinstance(leaf, Tensor))
         whole, own = next((math.prod(s), n) for s, n in zip(shapes, of_leaves, strict=True) if s is not None)

@@ -1,35 +1,32 @@
-"""Builds models without allocating memory: `with lazy():` records a constructor's tensor ops on a tape.
+"""Lazy tensors, which a constructor makes within `recording.lazy`: no memory, but a tape that can compute the values.
 
-A `LazyTensor` has a shape, a dtype and a device, but no memory. `compute` replays the tape to get its
-values, one tensor at a time. They are bit-equal to those of an ordinary constructor: random numbers
-are drawn in the same order, from the RNG state at the entry of `lazy`. Later ops on a lazy tensor,
-such as a cast, a copy or another initialisation, are recorded too. If a constructor reads values
-(`.item()`, `.tolist()`), they are computed at once.
+Ops on a lazy tensor, such as a cast, a copy or another initialisation, are recorded too. If code reads
+values (`.item()`, `.tolist()`), they are computed at once. `compute` replays the tape, one tensor at a time.
 
 On PyTorch's meta device a constructor loses its values (PyTorch 2.13), and torchdistx, which recorded
-constructors in this way, is not developed further (pytorch/pytorch#96161). This module and `tape`
-could go if PyTorch could compute the values of such a model later, tensor by tensor
+constructors in this way, is not developed further (pytorch/pytorch#96161). This module, `recording`
+and `tape` could go if PyTorch could compute the values of such a model later, tensor by tensor
 (pytorch/pytorch#93947).
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 # Views get their base's storage, writes return their argument: by no public function (PyTorch 2.13.0).
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.custom_ops.fx_types import Args, Argument, Kwargs
 from torchshard.weights.tape import (
-    Entry,
     GeneratorState,
     Slot,
     Tape,
@@ -38,9 +35,6 @@ from torchshard.weights.tape import (
     viewed_argument,
     written_arguments,
 )
-
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class LazyTensor(Tensor):
@@ -69,11 +63,11 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
+        cls, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        return _call(func, args, kwargs or {})
+        return call_on_lazies(func, args, kwargs or {})
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: object) -> str:  # type: ignore[override]
         return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     @property
@@ -91,15 +85,15 @@ class LazyTensor(Tensor):
         """Returns a number that is equal for tensors of one tape that share memory."""
         return self.tape.memories[self.slot]
 
-    def tolist(self) -> Any:
+    def tolist(self) -> list[object]:
         """Computes the values, and returns them like `Tensor.tolist`."""
         return self.value().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> NDArray[np.generic]:
         """Computes the values, and returns them like `Tensor.numpy`."""
         return self.value().numpy(force=force)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: Argument, **kwargs: Argument) -> NDArray[np.generic]:
         return self.value().__array__(*args, **kwargs)
 
     def value(self) -> Tensor:
@@ -122,56 +116,7 @@ class LazyTensor(Tensor):
         )
 
 
-class _Recording(TorchDispatchMode):
-    """Records the calls that create tensors on the CPU."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None) -> object:
-        kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, dict(kwargs)))
-        if any(isinstance(leaf, LazyTensor) for leaf in leaves):
-            return _call(func, args, kwargs)
-        if any(isinstance(leaf, Tensor) for leaf in leaves):
-            return self._call_on_values(func, args, kwargs)
-        device = torch.device(kwargs.get("device") or torch.get_default_device())
-        if device.type != "cpu" or "device" not in {a.name for a in func._schema.arguments}:
-            return func(*args, **kwargs)
-        return _record(self._tape, func, args, kwargs, device)
-
-    def _call_on_values(self, func: Any, args: Args, kwargs: Kwargs) -> object:
-        """Runs a call on ordinary tensors, after the recorded draws that precede it."""
-        _draw_recorded(self._tape, func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-_LATEST: list[weakref.ref[Tape]] = []
-"""The latest tape. A later block continues it, in the order of draws, if no other code drew in between."""
-
-
-@contextlib.contextmanager
-def lazy() -> Iterator[None]:
-    """Builds models without memory: records constructors' tensor ops inside the block, to run them later.
-
-        with ts.lazy():
-            model = AnyModel(config)
-        model = ts.shard(model, "auto", (x,))      # each rank gets its slices, one parameter at a time
-
-    The parameters' values are bit-equal to those of a model built outside the block. This includes a
-    model built in a later block, if no random numbers were drawn in between. Random numbers drawn after
-    the block differ from those without it.
-    """
-    tape = _LATEST[0]() if _LATEST else None
-    if tape is None or not tape.is_latest:
-        tape = Tape()
-    _LATEST[:] = [weakref.ref(tape)]
-    with _Recording(tape):
-        yield
-
-
-def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
+def call_on_lazies(func: OpOverload, args: Args, kwargs: Kwargs) -> object:
     """Records a call on lazy tensors, or runs it on computed values if it needs them."""
     lazies = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, LazyTensor)]
     into_values = any(
@@ -191,7 +136,7 @@ def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
     if into_values or any(lazy.tape is not tape for lazy in lazies) or func in _VALUES or draws_by_values:
         return _call_on_computed(func, args, kwargs, lazies)
     try:
-        return _record(tape, func, args, kwargs, lazies[0].device)
+        return record(tape, func, args, kwargs, lazies[0].device)
     except (NotImplementedError, RuntimeError):  # its result's shape depends on values, or meta tensors have no kernel
         return _call_on_computed(func, args, kwargs, lazies)
 
@@ -208,13 +153,13 @@ _VALUES = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.aten.
 """Ops that return a Python number or bool."""
 
 
-def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[LazyTensor]) -> object:
+def _call_on_computed(func: OpOverload, args: Args, kwargs: Kwargs, lazies: Sequence[LazyTensor]) -> object:
     held = values_of(lazies)
 
     def computed(leaf: object) -> object:
         return held[id(leaf)] if isinstance(leaf, LazyTensor) else leaf
 
-    _draw_recorded(lazies[0].tape, func, args, kwargs)
+    draw_recorded(lazies[0].tape, func, args, kwargs)
     results = func(*pytree.tree_map(computed, args), **pytree.tree_map(computed, dict(kwargs)))
     for argument in written_arguments((func, args, kwargs)):
         if isinstance(argument, LazyTensor):
@@ -222,7 +167,7 @@ def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[La
     return results
 
 
-def _draw_recorded(tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> None:
+def draw_recorded(tape: Tape, func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """Before an immediate call that draws: advances the RNG past the draws recorded so far."""
     if torch.Tag.nondeterministic_seeded in func.tags and _own_generator(args, kwargs) is None:
         torch.set_rng_state(tape.rng_state())
@@ -240,7 +185,8 @@ def _is_process(generator: torch.Generator) -> bool:
     return generator._cdata == ours  # type: ignore[attr-defined]  # each dispatched call gets a new Python object
 
 
-def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.device) -> object:
+def record(tape: Tape, func: OpOverload, args: Args, kwargs: Kwargs, device: torch.device) -> object:
+    """Records a call; returns its result, with a lazy tensor for each new tensor."""
     call = func, *pytree.tree_map(_as_slot, (args, dict(kwargs)))
     found = func(*_on_meta(tape, call[1]), **_on_meta(tape, call[2], _meta_device(func, args, kwargs)))
     viewed = viewed_argument(call)
@@ -262,7 +208,7 @@ def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.dev
     return return_and_correct_aliasing(func, args, kwargs, pytree.tree_unflatten(result, spec))
 
 
-def _meta_device(func: Any, args: Args, kwargs: Kwargs) -> dict[str, object]:
+def _meta_device(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, object]:
     """Returns the `device` argument that puts a call's results on the meta device, if it needs one."""
     takes_device = "device" in {a.name for a in func._schema.arguments}
     has_tensor = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, dict(kwargs))))
@@ -277,7 +223,7 @@ def _as_slot(leaf: object) -> object:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf  # its owner may change it later
 
 
-def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None) -> Any:
+def _on_meta(tape: Tape, value: Argument, changes: Mapping[str, object] | None = None) -> Argument:
     def on_meta(leaf: object) -> object:
         if isinstance(leaf, Slot):
             return tape.examples[leaf.number]
@@ -291,15 +237,7 @@ def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None
 
 def _constant(tape: Tape, value: Tensor) -> LazyTensor:
     """Returns a lazy tensor with the values of an ordinary one."""
-    return cast(LazyTensor, _record(tape, torch.ops.aten.clone.default, (value,), {}, value.device))
-
-
-def file_tensor(tape: Tape, file: StoredTensor) -> LazyTensor:
-    """Returns a lazy tensor with the values of a tensor in a file."""
-    slot = tape.new_slot(torch.empty(file.shape, dtype=file.dtype, device="meta"), None)
-    nothing = frozenset[int]()
-    tape.add(Entry(file, (), {}, (), (slot,), nothing, nothing, False, torch.get_default_dtype()))
-    return LazyTensor(tape, slot, torch.device("cpu"))
+    return cast(LazyTensor, record(tape, torch.ops.aten.clone.default, (value,), {}, value.device))
 
 
 def compute(tensors: Sequence[LazyTensor], use: Callable[[LazyTensor, Tensor], None]) -> None:

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
-from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
+from typing import NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,18 +36,12 @@ from torch.utils.hooks import RemovableHandle
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import Place
 from torchshard.core.sharding import Sharding
+from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
 from torchshard.weights.dcp import Checkpointable
 from torchshard.weights.following import SliceType
-from torchshard.weights.over_ranks import (
-    NORMS,
-    OPS,
-    check_overwriting,
-    join_overflow,
-    whole_norms,
-    with_identity,
-)
+from torchshard.weights.over_ranks import NORMS, OPS, check_overwriting, join_overflow, whole_norms, with_identity
 from torchshard.weights.place import NOWHERE, PLACE, SlicePlace, held_at, place_text, slice_place, types_of
 from torchshard.weights.slice_calls import OVERWRITING, SliceCall, explain
 
@@ -190,11 +184,7 @@ class LocalSlice(Checkpointable):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., object], types: Collection[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         kwargs = kwargs or {}
         module = caller(func)
@@ -343,7 +333,7 @@ class LocalSlice(Checkpointable):
         return f"{self.path!r}, {place_text(self.place)}: {text}" if self.is_split else text
 
 
-def _is_stored(args: Sequence[Any]) -> bool:
+def _is_stored(args: Sequence[object]) -> bool:
     """Returns whether the first slice among arguments is in a state dict; the first of a list stands for all."""
     for arg in args:
         first = arg[0] if isinstance(arg, (list, tuple)) and arg else arg

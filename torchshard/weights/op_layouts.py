@@ -8,24 +8,22 @@ without such a choice is decomposed, if PyTorch can, and its parts are followed;
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# The decompositions of all ops; `torch._decomp` has no public name (PyTorch 2.13.0).
 # All decompositions; the public `torch.export.default_decompositions` lacks half of them (PyTorch 2.13.0).
 from torch._decomp import decomposition_table
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchshard.core.choices import choices, local_replacement
-from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
-from torchshard.core.overloads import functional_overload
-from torchshard.core.rows import Choice, Row
-from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
-from torchshard.rules.pointwise import pointwise
+from torchshard.core.choices import local_replacement
+from torchshard.core.layouts import I, Layout, Shard, local_shape
+from torchshard.custom_ops.fx_types import Args, Kwargs
+from torchshard.rules import is_random
+from torchshard.weights.op_calls import bound, call_of, planned, tensors_in, without_writes
 
 aten = torch.ops.aten
 
@@ -97,8 +95,8 @@ class Level(TorchDispatchMode):
         )
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         """Runs an op and records the layouts of its results."""
         kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
         number, self._calls = self._calls, self._calls + 1
@@ -106,8 +104,8 @@ class Level(TorchDispatchMode):
         each = _of_one(func)
         if each is not None:
             with self:
-                made = _for_each(each, args, kwargs)
-            return made if func._schema.returns else None
+                results = _for_each(each, args, kwargs)
+            return results if func._schema.returns else None
         if number in self.taken_apart:
             return self._in_parts(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -126,7 +124,7 @@ class Level(TorchDispatchMode):
         self.takes_sizes |= any(name in _SIZES for name in bound(func, args, kwargs))
         return result
 
-    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor] = ()) -> _Step:
+    def _step(self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor] = ()) -> _Step:
         named = bound(func, args, kwargs).items()
         is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
         shapes = [tuple(tensor.shape) for tensor in made]
@@ -138,12 +136,7 @@ class Level(TorchDispatchMode):
         return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
 
     def _layouts_of(
-        self,
-        func: Any,
-        given: Sequence[Layout | Lost],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Sequence[Tensor],
+        self, func: OpOverload, given: Sequence[Layout | Lost], args: Args, kwargs: Kwargs, made: Sequence[Tensor]
     ) -> Sequence[Layout | Lost] | None:
         """Returns the layouts of an op's results; None if its row does not determine them."""
         if all(layout == I for layout in given):
@@ -152,31 +145,26 @@ class Level(TorchDispatchMode):
         return [lost] * len(made) if lost is not None else self._planned(func, args, kwargs, made)
 
     def _note_results(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Sequence[Tensor],
-        layouts: Sequence[Layout | Lost],
+        self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor], layouts: Sequence[Layout | Lost]
     ) -> None:
         if not made:
             raise NotImplementedError(func)  # it returns no tensor
         named = bound(func, args, kwargs)
-        written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
+        written = [named[a.name] for a in func._schema.arguments if a.name in named and a.is_write]
         for tensor, layout in zip(made, layouts, strict=True):
             if not any(tensor is target for target in written):
                 self.note(tensor, layout)
         for target in written:
             self._write(target, layouts[0])
 
-    def _parts(self, func: Any) -> Callable[..., Any] | None:
+    def _parts(self, func: OpOverload) -> Callable[..., object] | None:
         """Returns PyTorch's decomposition of an op, if it has one that may run."""
         if func in self._inside or func._schema.is_mutable or is_random(func):
             return None
         # `_can_decompose`: `decompose` raises for ops without a decomposition in C++ (PyTorch 2.13.0).
         return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
-    def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _in_parts(self, func: OpOverload, args: Args, kwargs: Kwargs) -> object:
         parts = self._parts(func)
         assert parts is not None, func
         self._steps.append(self._step(func, args, kwargs))
@@ -201,13 +189,12 @@ class Level(TorchDispatchMode):
             self.note(target, value)
 
     def _planned(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+        self, func: OpOverload, args: Args, kwargs: Kwargs, made: Sequence[Tensor]
     ) -> list[Layout | Lost] | None:
         """Returns the layouts of an op's results by its row; None if no choice is legal without a replacement."""
-        target, named = _without_writes(func, args, kwargs)
+        target, named = without_writes(func, args, kwargs)
         call = call_of(target, named, made)
-        operands = [t for t in pytree.tree_leaves(list(named.values())) if isinstance(t, Tensor)]
-        found = planned(call, [_held(t, self.layout(t)) for t in operands], self._size, func.tags)
+        found = planned(call, [_held(t, self.layout(t)) for t in tensors_in(named)], self._size, func.tags)
         if found is None:
             return None
         row, choice = found
@@ -218,7 +205,7 @@ class Level(TorchDispatchMode):
         return [layout if isinstance(layout, Shard) else Lost() for layout in choice.results]
 
 
-def _held(tensor: Tensor, layout: Any) -> list[Layout]:
+def _held(tensor: Tensor, layout: Layout | Lost) -> list[Layout | Lost]:
     """Returns the layouts that a tensor fits: slices of a dim with stride 0 have the same values at any size."""
     repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
     return [layout, *(Shard(dim) for dim in repeated)]
@@ -228,85 +215,22 @@ _SIZES = ("size", "shape", "sizes")
 """The names that PyTorch's ops use for the argument with the result's shape."""
 
 
-def tensors_in(value: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def planned(
-    call: Call, given: Sequence[Collection[Layout]], size: int, tags: Sequence[torch.Tag] = ()
-) -> tuple[Row, Choice] | None:
-    """Returns an op's row and the choice that accepts the operands' layouts; None if no choice does.
-
-    Args:
-        given: the layouts that each operand fits.
-        size: the number of ranks.
-        tags: the tags of the called op; the target of `call` may be its functional overload.
-    """
-    row = row_of(call)
-    if row is None and torch.Tag.pointwise in tags and not is_random(call.target):
-        row = pointwise(call)
-    if row is None:
-        return None
-    hints = [(i, layout) for i, layouts in enumerate(given) for layout in layouts if isinstance(layout, Shard)]
-    for choice in choices(row, size, hints):
-        wanted = (I if is_whole(layout) else layout for layout in choice.operands)
-        if all(layout in layouts for layout, layouts in zip(wanted, given, strict=True)):
-            return row, choice
-    return None
-
-
-def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
-    """Returns the `Call` of an op for its rule.
-
-    Args:
-        named: the arguments by name; defaults are added.
-    """
-    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    bound = {**defaults, **named}
-    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), bound)
-    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
-    return Call(target, {a.name: typed[a.name] for a in target._schema.arguments if a.name in typed}, results)
-
-
-def bound(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of an op's call by their names."""
-    return {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
-
-
-def _without_writes(
-    func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[OpOverload[..., Any], dict[str, Any]]:
-    """Returns the functional overload of an op without a rule, or the op itself, and the arguments by name."""
-    named = bound(func, args, kwargs)
-    functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
-    if functional is None:
-        return func, named
-    values = [named[a.name] for a in func._schema.arguments if a.name in named and not a.is_out]
-    names = [a.name for a in func._schema.arguments if a.name in named and not a.is_out]
-    # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
-    return functional, dict(zip((functional._schema.arguments[0].name, *names[1:]), values, strict=True))
-
-
 _FOREACH = "_foreach_"
 
 
-def _of_one(func: OpOverload[..., Any]) -> Callable[..., Any] | None:
+def _of_one(func: OpOverload) -> OpOverloadPacket | None:
     """Returns the single-tensor op of an op on lists: `mul_` for `_foreach_mul_`."""
     name = func._schema.name.split("::")[1]
     return getattr(aten, name.removeprefix(_FOREACH), None) if name.startswith(_FOREACH) else None
 
 
-def _for_each(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _for_each(op: OpOverloadPacket, args: Args, kwargs: Kwargs) -> list[object]:
     # _foreach_addcdiv_ takes its last argument by position, addcdiv_ takes it by name
     schema = getattr(op, op.overloads()[0])._schema.arguments
     positional, named = sum(not a.kwarg_only for a in schema), [a.name for a in schema if a.kwarg_only]
     kwargs = {**dict(zip(named, args[positional:], strict=False)), **kwargs}
 
-    def item(value: Any, i: int) -> Any:
+    def item(value: object, i: int) -> object:
         return value[i] if isinstance(value, (list, tuple)) else value
 
     return [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import DistributedError
 from torchshard.core.hashing import hash_text
+from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Held, widest
 from torchshard.weights.callers import is_users
@@ -152,7 +153,7 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
 # --- collectives over the ranks of one model -------------------------------------------------------------------------
 
 
-def check_overwriting(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], module: str) -> None:
+def check_overwriting(func: Callable[..., object], args: Args, kwargs: Kwargs, module: str) -> None:
     """Raises DistributedError for a PyTorch collective that would treat the ranks' slices as copies.
 
     Slices in state dicts have unknown ranks; a collective that writes them warns.

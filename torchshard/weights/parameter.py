@@ -66,13 +66,7 @@ class ShardedParameter(LocalSlice, nn.Parameter):
 
     @classmethod
     def of(
-        cls,
-        tensor: Tensor,
-        sharding: Sharding,
-        ranks: Ranks,
-        path: str,
-        whole: Sequence[int],
-        owner: object = None,
+        cls, tensor: Tensor, sharding: Sharding, ranks: Ranks, path: str, whole: Sequence[int], owner: object = None
     ) -> ShardedParameter:
         """Returns a parameter that shares the tensor's memory and its requires_grad."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)

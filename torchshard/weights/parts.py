@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
+from torchshard.custom_ops.fx_types import Argument
 from torchshard.weights.boxes import Box, with_range
-from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.stored_tensors import StoredTensor
 from torchshard.weights.tape import Entry, Slot, Tape
 
 aten = torch.ops.aten
@@ -119,8 +120,9 @@ class Parts:
 Reader = Callable[[Tape, Entry, Wanted], list[Wanted] | None]
 
 
-def _arguments(entry: Entry) -> dict[str, Any]:
+def _arguments(entry: Entry) -> dict[str, Argument]:
     """Returns the arguments of a call by name, with defaults."""
+    assert isinstance(entry.op, OpOverload)
     schema = entry.op._schema.arguments
     given = {a.name: value for a, value in zip(schema, entry.args, strict=False)} | dict(entry.kwargs)
     return {a.name: given.get(a.name, a.default_value) for a in schema}
@@ -229,7 +231,7 @@ def _stack(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     ]
 
 
-READERS: Mapping[Any, Reader] = {
+READERS: Mapping[OpOverload, Reader] = {
     **dict.fromkeys(
         (
             aten.alias.default,

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from torchshard.core.errors import InputError
 from torchshard.weights.boxes import place_of, runs
-from torchshard.weights.safetensors_files import BLOCK_BYTES, DTYPES, bytes_of
+from torchshard.weights.safetensors_files import DTYPES
+from torchshard.weights.stored_tensors import BLOCK_BYTES, bytes_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +22,11 @@ from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.mesh import Place
 from torchshard.core.modules import version_of
 from torchshard.core.user_files import warn
+from torchshard.custom_ops.fx_types import Args, Kwargs
 from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import is_users
 from torchshard.weights.following import Function, Outcome, SliceType, follow
+from torchshard.weights.op_calls import tensors_in
 from torchshard.weights.op_layouts import Lost
 from torchshard.weights.place import SlicePlace, cuts_at, place_of, place_text
 
@@ -184,15 +185,15 @@ def _tried(func: Function, args: Sequence[object], kwargs: Mapping[str, object],
         return None
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _differ(a: object, b: object) -> bool:
     if isinstance(a, np.ndarray):
-        return not np.array_equal(a, b)
+        return not (isinstance(b, np.ndarray) and np.array_equal(a, b))
     if type(a).__name__ == "PyCapsule":
         return True
     return isinstance(a, _VALUES) and bool(a != b)
 
 
-def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> None:
+def explain(error: Exception, func: Callable[..., object], arguments: tuple[Args, Kwargs]) -> None:
     """Raises InputError if a function failed on a slice but would have run on the full tensor.
 
     Args:
@@ -200,7 +201,7 @@ def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any,
         func: the function.
         arguments: its args and kwargs.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(arguments)
     slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
     others = [tuple(t.shape) for t in tensors if place_of(t) is None]
     for (own, place), shape in itertools.product(slices, others):
@@ -222,7 +223,7 @@ def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any,
         )
 
 
-def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> bool:
+def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Args, Kwargs]) -> bool:
     """Returns whether a function runs on meta tensors of the global shapes."""
 
     def whole(tensor: Tensor) -> Tensor:

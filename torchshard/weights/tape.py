@@ -17,16 +17,18 @@ Source: deferred initialisation in torchdistx (`deferred_init`), which replays e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchshard.core.hashing import hash_tensor, hash_text
+from torchshard.custom_ops.fx_types import Args, Kwargs
+from torchshard.weights.stored_tensors import StoredTensor
 
 aten = torch.ops.aten
 _OVERWRITE_ALL = frozenset(
@@ -36,13 +38,12 @@ _OVERWRITE_ALL = frozenset(
 """Ops that overwrite all values of their first operand."""
 
 
-def is_overwriting(op: Any) -> bool:
+def is_overwriting(op: OpOverload) -> bool:
     """Returns whether an op overwrites all values of its first operand."""
     return op.overloadpacket in _OVERWRITE_ALL
 
 
-Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
-"""(op, its arguments, its keyword arguments)."""
+Call = tuple[OpOverload, Args, Kwargs]
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,10 @@ class GeneratorState:
 class Entry:
     """One recorded call."""
 
-    op: Any
-    args: tuple[Any, ...]
+    op: OpOverload | StoredTensor
+    args: Args
     """The arguments, with `Slot` for recorded tensors and `GeneratorState` for generators."""
-    kwargs: Mapping[str, Any]
+    kwargs: Kwargs
     operands: tuple[int, ...]
     """The slots among the arguments."""
     results: tuple[int | None, ...]
@@ -283,7 +284,7 @@ def viewed_argument(call: Call) -> object:
     return next((leaf for leaf, alias in _aliases(call) if alias is not None), None)
 
 
-def _aliases(call: Call) -> list[tuple[object, Any]]:
+def _aliases(call: Call) -> list[tuple[object, torch.AliasInfo | None]]:
     op, args, kwargs = call
     given = {a.name: value for a, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
     schema = [(given[a.name], a.alias_info) for a in op._schema.arguments if a.name in given]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,15 @@ from torch.overrides import TorchFunctionMode
 from torchshard.core.errors import InputError
 from torchshard.core.modules import named_tensors
 from torchshard.core.patches import Patch, Patches
-from torchshard.weights.lazy import LazyTensor, lazy
+from torchshard.core.types import Theirs
+from torchshard.custom_ops.fx_types import Args, Kwargs
+from torchshard.weights.lazy import LazyTensor
+from torchshard.weights.recording import lazy
 from torchshard.weights.safetensors_files import tensors_of
 
 
 def lazy_pretrained(
-    folder: str | os.PathLike[str],
-    dtype: torch.dtype | str | None,
-    *,
-    train: bool = False,
-    initialise: bool = True,
+    folder: str | os.PathLike[str], dtype: torch.dtype | str | None, *, train: bool = False, initialise: bool = True
 ) -> nn.Module:
     """Builds the lazy model of a folder's config.json, like `from_pretrained` of transformers.
 
@@ -47,11 +46,11 @@ def lazy_pretrained(
         raise _no_model(folder, "there is no such folder", "a folder on this machine; of a model of the hub, a copy")
     try:
         # without trust_remote_code=False it would ask on the terminal whether to run the folder's code
-        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: Theirs = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # configurations raise errors of any class
         raise _no_model(folder, f"its config.json can't be used: {' '.join(str(error).split())}", _ATTEMPT) from error
     name = next(iter(config.architectures or ()), None)
-    cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    cls: Theirs = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         raise _no_model(folder, f"transformers {transformers.__version__} has no model {name!r}", _ATTEMPT)
     if getattr(config, "quantization_config", None) is not None:
@@ -59,7 +58,7 @@ def lazy_pretrained(
     wanted = _dtype(dtype if dtype not in (None, "auto") else config.dtype, folder)
     with lazy(), nullcontext() if initialise else _without_initialising():
         # `_from_config`: `AutoModel.from_config` calls it; model classes have no public one (transformers 5.24.0).
-        model: Any = cls._from_config(config, dtype=wanted)
+        model: Theirs = cls._from_config(config, dtype=wanted)
         cast_kept(model, wanted)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = type(model).generation_config_class.from_pretrained(folder)
@@ -67,7 +66,7 @@ def lazy_pretrained(
     return made
 
 
-def cast_kept(model: Any, dtype: torch.dtype) -> None:
+def cast_kept(model: Theirs, dtype: torch.dtype) -> None:
     """Casts the parameters that a transformers model keeps in a dtype different from the loaded one."""
     # `_get_dtype_plan`: `from_pretrained` loads by this plan; it has no public name (transformers 5.24.0).
     kept = model._get_dtype_plan(dtype)
@@ -97,7 +96,9 @@ _builds = threading.local()
 class _NoDraws(TorchFunctionMode):
     """Skips the draws of a layer's constructor into parameters, but not into buffers."""
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         given = kwargs or {}
         if func in _DRAWS:
             into = args[0] if args else given["tensor"]
@@ -117,8 +118,8 @@ _DRAWS: Final = frozenset([
 def _uninitialised() -> Patches:
     from transformers import PreTrainedModel
 
-    def replace(original: Any) -> Any:
-        def initialize_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+    def replace(original: Theirs) -> Callable[..., None]:
+        def initialize_weights(model: nn.Module, *args: object, **kwargs: object) -> None:
             if not getattr(_builds, "without_initialising", False):
                 original(model, *args, **kwargs)
 
@@ -156,13 +157,15 @@ def is_transformers(model: nn.Module) -> bool:
     return any(c.__module__ == "transformers.modeling_utils" for c in type(model).__mro__)
 
 
-def converted(shell: Any, lazies: Mapping[str, LazyTensor], folder: object) -> tuple[dict[str, LazyTensor], list[str]]:
+def converted(
+    shell: Theirs, lazies: Mapping[str, LazyTensor], folder: object
+) -> tuple[dict[str, LazyTensor], list[str]]:
     """Runs transformers' conversions on the files' tensors; returns them by model name, and the unused names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    mapping: Any = get_model_conversion_mapping(shell)
+    mapping: Theirs = get_model_conversion_mapping(shell)
     config = LoadStateDictConfig(weight_mapping=mapping)
     with _in_order():
         told, _ = convert_and_load_state_dict_in_model(shell, dict(lazies), config)
