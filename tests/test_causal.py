@@ -36,6 +36,11 @@ class _Masked(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
+def _documents(positions: Tensor, step: int) -> Tensor:
+    """The number of each position's document, as transformers finds it: a new one begins where positions don't step."""
+    return (torch.diff(positions, prepend=positions[:1] - 1) != step).cumsum(0)
+
+
 @nightly("3-<lambda>-True0")
 @pytest.mark.parametrize(
     "mask, causal",
@@ -46,6 +51,11 @@ class _Masked(nn.Module):
         (lambda q, k: k < q, False),
         (lambda q, k: k >= q, False),
         (lambda q, k: k <= q + 1, False),
+        (lambda q, k: (k <= q) & (_documents(k.reshape(-1), 1)[q] == _documents(k.reshape(-1), 1)[k]), True),
+        (lambda q, k: (k <= q) & (_documents(k.reshape(-1) // 4, 1)[q] == _documents(k.reshape(-1) // 4, 1)[k]), False),
+        (lambda q, k: (k <= q) & (_documents(k.reshape(-1), 0)[q] == _documents(k.reshape(-1), 0)[k]), False),
+        (lambda q, k: (k <= q) & (k - 7 <= q), False),
+        (lambda q, k: (k <= q) & (torch.cat([k[:, 1:], k[:, :1]], 1) - 7 <= q), False),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
@@ -64,3 +74,4 @@ def test_llama_keeps_is_causal_without_padding_and_its_mask_with() -> None:
     assert _attention(graph).args[5] is True
     assert not any(n.target is aten.le.Tensor for n in graph.graph.nodes)
     assert _attention(_normalized(model, ids, torch.ones_like(ids))).args[3] is not None
+    assert _attention(_normalized(model.train(), ids)).args[5] is True  # it looks for packed documents then

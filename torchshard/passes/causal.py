@@ -4,19 +4,22 @@
     after     y = attention(q, k, v, is_causal=True)
 
 A mask is replaced under two conditions. First, its ops depend only on sizes, compare and combine
-positions, and use no constant but zero: a sliding window of 4,096 uses one, and would equal the
+positions, and use no constant above 1: a sliding window of 4,096 uses one, and would equal the
 triangle at small sizes. Second, its value is the lower triangle, at its own size or, with dynamic
-sizes, at several.
+sizes, at several. transformers 5 compares documents too, which it numbers by the steps between
+positions: without `position_ids` there is one.
 """
 
 from __future__ import annotations
 
+import operator
+import sys
 from itertools import count
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument
+from torch.fx.node import Argument, Target
 
 from torchshard.ir.fake_values import size_expr
 from torchshard.ir.graph import bound_args
@@ -25,10 +28,18 @@ from torchshard.passes.nodes import call_target
 aten = torch.ops.aten
 
 _COMPARING = {
-    aten.arange.default, aten.arange.start, aten.add.Tensor, aten.unsqueeze.default, aten.expand.default,
-    aten.ones.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default, aten.le.Tensor,
-    aten.ge.Tensor, aten.ge.Scalar, aten.tril.default, aten.to.dtype, aten.view.default, aten.reshape.default,
+    aten.arange.default, aten.arange.start, aten.add.Tensor, aten.sub.Tensor, aten.unsqueeze.default,
+    aten.expand.default, aten.ones.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default,
+    aten.le.Tensor, aten.ge.Tensor, aten.ge.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.tril.default, aten.to.dtype,
+    aten.view.default, aten.reshape.default, aten.index.Tensor, aten.slice.Tensor, aten.cat.default,
+    aten.cumsum.default, operator.add, operator.sub,
 }  # fmt: skip
+_WITH_CONSTANTS: dict[Target, slice] = {
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.ge.Scalar, aten.ne.Scalar), slice(1, 2)),
+    aten.slice.Tensor: slice(2, None), aten.tril.default: slice(1, None), aten.arange.start: slice(0, 1),
+    **dict.fromkeys((operator.add, operator.sub), slice(0, None)),
+}  # fmt: skip
+"""Op -> its arguments that are positions or differences of positions; others are dims and sizes."""
 _FIRST_SIZES = (3, 6, 11)
 """The first sizes at which a dynamic mask is evaluated; its other sizes count up from there."""
 
@@ -71,25 +82,35 @@ def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
             continue
         visited.add(node)
         if node.target is aten.sym_size.int:
-            continue
-        if node.target not in _COMPARING or (node.target is aten.tril.default and len(node.args) > 1):
-            return None
-        scalars = [a for a in (*node.args[1:2], node.kwargs.get("alpha", 0)) if isinstance(a, (int, float))]
-        if node.target in (aten.add.Tensor, aten.ge.Scalar) and any(scalars):
+            continue  # a number, whatever tensor it is of
+        if node.target not in _COMPARING or not all(map(_is_small, _constants(node))):
             return None
         pending += node.all_input_nodes
     return [n for n in mask.graph.nodes if n in visited]
 
 
+def _constants(node: fx.Node) -> list[float]:
+    """The numbers among the positions that an op computes with."""
+    given = (*node.args[_WITH_CONSTANTS.get(node.target, slice(0, 0))], node.kwargs.get("alpha", 1))
+    return [a for a in given if isinstance(a, (int, float))]
+
+
+def _is_small(constant: float) -> bool:
+    """Whether the smallest evaluated size shows what a constant does; the last position stands for the end."""
+    return abs(constant) <= 1 or constant == sys.maxsize
+
+
 def _evaluate(mask: fx.Node, ancestors: list[fx.Node], first: int) -> Tensor:
     """The mask's value; its dynamic sizes become `first`, `first` + 1 and so on."""
-    sizes: dict[sympy.Expr, int] = {}
+    sizes: dict[sympy.Basic, int] = {}
     fresh = count(first)
     env: dict[fx.Node, Argument] = {}
     for node in ancestors:
         if node.target is aten.sym_size.int:
-            expr = size_expr(node.meta["val"])
-            env[node] = expr if isinstance(expr, int) else sizes.setdefault(expr, next(fresh))
+            expr = sympy.sympify(size_expr(node.meta["val"]))
+            for symbol in sorted(expr.free_symbols - sizes.keys(), key=str):
+                sizes[symbol] = next(fresh)
+            env[node] = int(expr.xreplace(sizes))
             continue
         # on the CPU, whatever device the model is on: the device does not change the triangle
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
