@@ -43,7 +43,7 @@ from torchshard.planner.prune import prune
 from torchshard.planner.search import expand_to_all_layers, most_weights, solve_within_budget
 from torchshard.planner.solver import Solution, Solver
 from torchshard.plans.costs import Costs
-from torchshard.plans.machine import MachineName
+from torchshard.plans.machines import MachineName
 from torchshard.plans.objective import read_aim
 from torchshard.plans.plan import Plan
 

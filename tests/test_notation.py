@@ -17,7 +17,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import bind
 from torchshard.core.rows import Choice, Local, Row, dim_size
 from torchshard.planner.styles import WORDS, StyleWord
-from torchshard.plans.machine import MACHINES, MachineName
+from torchshard.plans.machines import MACHINES, MachineName
 
 pytestmark = pytest.mark.quick
 

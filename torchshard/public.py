@@ -21,7 +21,8 @@ from torchshard.core.errors import (
 )
 from torchshard.core.layouts import I, P, R, S
 from torchshard.plans.exchange import diff
-from torchshard.plans.machine import MACHINES, Machine
+from torchshard.plans.machine import Machine
+from torchshard.plans.machines import MACHINES
 from torchshard.plans.objective import Objective
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing import draw

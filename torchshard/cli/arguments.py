@@ -106,7 +106,7 @@ def world(command: argparse.ArgumentParser) -> None:
 def where(command: argparse.ArgumentParser) -> None:
     """Adds the machine, and the memory of a rank."""
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
-    from torchshard.plans.machine import MACHINES
+    from torchshard.plans.machines import MACHINES
 
     text = f"{', '.join(MACHINES)}; or what measure wrote: x.json"
     command.add_argument("--machine", default=None, metavar="NAME", help=text)

@@ -22,8 +22,10 @@ from torchshard.ir.editing import duplicate
 from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
 from torchshard.passes import own_order_choice, send_to_experts, sends_to_experts
 from torchshard.passes.annotate import planned_choice
+from torchshard.planner.beside import beside_ops
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
+from torchshard.planner.kernels import note_fusion
 from torchshard.planner.pins import pins_of
 from torchshard.planner.predict import predict
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
@@ -51,7 +53,9 @@ def plan_graph(
     given, machine = constraints.plan, constraints.aim.machine
     if given is not None and constraints.aim.any_machine:
         machine = given.machine
-    model = CostModel(machine, constraints.axis, recompute=constraints.recompute)
+    note_fusion(module.graph)
+    compiled = constraints.aim.compiles
+    model = CostModel(machine, constraints.axis, recompute=constraints.recompute, compiled=compiled)
     limit = None
     if constraints.aim.memory is not None:
         slices, keeps = constraints.slices, constraints.keeps_gathered
@@ -82,6 +86,7 @@ def plan_graph(
     )
     memory = {} if limit is None else _memory_within(limit, plan, constraints)
     costs = _costs(problem, plan, result.gap, memory)
+    costs = replace(costs, beside=beside_ops([PlannedAxis(plan, problem)], costs.seconds))
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.aim.trains:
@@ -228,6 +233,7 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, flo
     """Seconds of a step with the same choices on 1, 2, 4, ... ranks, fewer than the plan's."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
-        fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), recompute=plan.recompute))
+        of_fewer = replace(problem.model, axis=MeshAxis(ranks), recompute=plan.recompute, _prices={}, _cheapest={})
+        fewer = replace(problem, model=of_fewer)
         seconds[ranks] = fewer.costs_of(plan.choices, plan.layouts).seconds
     return seconds

@@ -45,6 +45,7 @@ from torchshard.ir.fake_values import guards, hint, size_expr, sizes_as
 from torchshard.ir.graph import fake_mode, is_tensor, placeholders
 from torchshard.ir.sizes import call_sizes, equal_sizes
 from torchshard.passes import localized, rewrite
+from torchshard.planner.beside import beside_ops
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.styles import SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
@@ -153,8 +154,9 @@ class Program:
         if with_memory:
             costs = replace(plans[-1].costs, memory=memory_of_rank(localized(graph, first[-1])))
             plans[-1] = replace(plans[-1], costs=costs)
-        if plans[-1].data:
-            plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=seconds_of_step(solved)))
+        step = seconds_of_step(solved) if plans[-1].data else None
+        beside = beside_ops(solved, plans[0].costs.seconds if step is None else step)
+        plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside))
         plan, problems = replace(self.plan, axes=(*plans[1:], plans[0])), tuple(problem for _, problem in solved)
         return replace(self, plan=plan, problems=problems).with_source().plan
 

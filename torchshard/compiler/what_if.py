@@ -16,7 +16,7 @@ from torchshard.core.units import read_size
 from torchshard.planner.pins import read_pins
 from torchshard.planner.problem import PlannedAxis
 from torchshard.planner.styles import StyleWord
-from torchshard.plans.machine import MachineLike, read_machine
+from torchshard.plans.machines import MachineLike, read_machine
 from torchshard.plans.plan import Plan
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +28,11 @@ def is_of(kind: type[T], value: object) -> T:
 def is_count(value: object) -> TypeGuard[int]:
     """Returns whether a value is an int of 1 or more; True is not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a finite int or float of 0 or more; True is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def texts(value: object) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ inside       of a node of a replacement: the op that it is a part of
 layouts      one Layout per result; of the output, one per result of the graph, if some are split
 choice, row  of an op: the planned rows.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
+fused        of an op that a compiler may fuse: its kernel (see `planner.kernels`)
 note         of a collective: its consumers
 recompute    of an op: the region that backward recomputes instead of saving its values
 gathered_once   of a parameter: whether backward reuses what forward gathered from its slices

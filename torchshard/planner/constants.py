@@ -68,8 +68,8 @@ sends a byte in that time."""
 # --- the cost model --------------------------------------------------------------------------------------------------
 
 FUSED = 1e-3
-"""Factor on the time of elementwise ops that fuse with their neighbours. Splitting them never justifies a collective,
-but of two plans that send the same bytes, the one with less work per rank is better."""
+"""Factor on the bytes that an op passes on within a kernel. They never justify a collective, but of two plans that send
+the same bytes, the one with less work per rank is better."""
 BUCKETED = 4
 """Gradients that share the latency of one message: a layer has two norms, each with a weight and a bias."""
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import fx
 
-from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
+from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import EQUAL, Layout, Shard, local_size, type_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import module_around
 from torchshard.core.rows import Choice
 from torchshard.ir.gathered_again import is_gathered_again
-from torchshard.planner.constants import BUCKETED, FUSED
+from torchshard.planner.constants import BUCKETED
 from torchshard.planner.inside import calls_inside
-from torchshard.planner.properties import LOOKUPS, Op, Value
+from torchshard.planner.kernels import kernels_of, product_seconds, traffic
+from torchshard.planner.properties import ATTENTION, LOOKUPS, Op, Value
 from torchshard.plans.costs import Sent
 from torchshard.plans.machine import Machine
 
@@ -34,6 +36,8 @@ class CostModel:
     axis: MeshAxis
     recompute: tuple[str, ...] = field(default=(), kw_only=True)
     """The modules with values that backward recomputes."""
+    compiled: bool = field(default=False, kw_only=True)
+    """Whether a compiler fuses ops between products."""
     _prices: dict[Value, dict[ConversionStep, float]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
@@ -67,21 +71,27 @@ class CostModel:
         """Returns the costs of a conversion: in forward, of its own backward, and of a repetition in backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
-        back = self._sent(backward, value.gradient, target, source)
-        if back.nbytes and value.hides:
-            # the schedule begins it before the weights' gradients, and waits for it after them
-            meanwhile = value.hides / self.axis.size / self.machine.flops
-            waits = max(back.seconds - meanwhile, self.machine.launch)
-            back = replace(back, seconds=waits, hidden=back.seconds - waits)
-        there = self._sent(forward, value, source, target)
+        there, back = self._sent(forward, value, source, target), self._sent(backward, value.gradient, target, source)
+        again = there if is_gathered_again(step, value.gathered_again) else NOTHING
+        # the schedule begins both in backward before the products of the value's weights: the first of these give the
+        # value's gradient and wait for no gather, the others give the weights' and wait for no sum
+        back, again = (self._behind_products(sent, value) for sent in (back, again))
         if value.is_bucketed(step):
-            back, there = map(self._beside_others, (back, there))
-        return there, back, there if is_gathered_again(step, value.gathered_again) else NOTHING
+            back, there, again = map(self._beside_others, (back, there, again))
+        return there, back, again
+
+    def _behind_products(self, sent: Sent, value: Value) -> Sent:
+        """Returns the cost of a collective while products with a value's weights run."""
+        if not sent.nbytes or not value.hides:
+            return sent
+        meanwhile = value.hides / self.axis.size / self.machine.flops
+        waits = min(max(sent.seconds - meanwhile, self.machine.begins(sent.kernel, self.axis.size)), sent.seconds)
+        return replace(sent, seconds=waits, hidden=sent.seconds - waits)
 
     def _beside_others(self, sent: Sent) -> Sent:
         """Returns the cost of one part of a shared message: its bytes, and a share of the latency."""
-        by_bytes = sent.nbytes / self.machine.link(self.axis.size)[0]
-        return replace(sent, seconds=by_bytes + (sent.seconds - by_bytes) / BUCKETED)
+        begins = self.machine.begins(sent.kernel, self.axis.size) if sent.nbytes else 0.0
+        return replace(sent, seconds=sent.seconds - begins + begins / BUCKETED)
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, str, Sent, Sent]]:
         """Returns (name, type, forward, backward) of each collective within a split op's local computation."""
@@ -100,12 +110,11 @@ class CostModel:
             return NOTHING
         if kernel in ("slice", "pad"):
             return Sent("none", 0.0, value.nbytes / self.machine.memory_bandwidth)
-        sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.axis.size)
-        steps = ROUNDS[kernel] * (self.axis.size - 1)
+        ranks, machine = self.axis.size, self.machine
+        sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, ranks)
         packed = sum(2 * value.nbytes for end in (source, target) if _is_strided(end, value.shape))
-        bandwidth, latency = self.machine.link(self.axis.size)
-        ring = self.machine.launch + steps * latency + sent / bandwidth
-        return Sent(kernel, sent, ring + packed / self.machine.memory_bandwidth)
+        seconds = machine.begins(kernel, ranks) + machine.sends(kernel, value.nbytes, sent, ranks)
+        return Sent(kernel, sent, seconds + packed / machine.memory_bandwidth)
 
     # --- computation -------------------------------------------------------------------------------------------------
 
@@ -115,16 +124,39 @@ class CostModel:
 
     def ways(self, op: Op, choice: Choice) -> tuple[float, float]:
         """Returns the seconds of an op in forward, and in backward including its recomputation."""
-        m = self.machine
-        if op.is_view:
-            work = 0.0
-        elif op.products:
-            work = max(self.flops(op, choice) / m.flops, self.traffic(op, choice) / m.memory_bandwidth)
-        else:
-            bandwidth = min(m.elementwise_bandwidth, m.memory_bandwidth / FUSED)
-            work = self.traffic(op, choice) / bandwidth
-        forward = m.op_overhead + work
-        return forward, forward * (self.is_recomputed(op.node) + op.backward_ratio)
+        forward, backward = (0.0, 0.0) if op.is_view else self._work(op, choice)
+        ahead, back = (count * self.machine.op_overhead for count in kernels_of(op, compiled=self.compiled))
+        return forward + ahead, (forward + ahead) * self.is_recomputed(op.node) + backward + back
+
+    def _work(self, op: Op, choice: Choice) -> tuple[float, float]:
+        if not op.products:
+            read = partial(Value.held, ranks=self.axis.size)
+            nbytes = traffic(op, [*map(read, op.operands, choice.operands)], [*map(read, op.results, choice.results)],
+                             compiled=self.compiled)  # fmt: skip
+            bandwidth = min(self.machine.elementwise_bandwidth, self.machine.memory_bandwidth)
+            return nbytes[0] / bandwidth, nbytes[1] / bandwidth
+        if op.node.target == ATTENTION:
+            rate = min(self.machine.attention_flops, self.machine.flops)
+            forward = self.flops(op, choice) / rate
+            memory = self.traffic(op, choice) / self.machine.memory_bandwidth
+            return max(forward, memory), max(forward, memory) * op.backward_ratio
+        return self._products(op, choice)
+
+    def _products(self, op: Op, choice: Choice) -> tuple[float, float]:
+        """Returns the seconds of an op's products, and of those for the first two operands' gradients."""
+        sizes, itemsize = self._local_sizes(op, choice), op.operands[0].dtype.itemsize
+        forward, first, second = 0.0, 0.0, 0.0
+        for each in op.products:
+            share = _points(each.divided, sizes) / max(_points(each.divided, op.sizes), 1)
+            rows, columns, depth, batch = (math.prod(sizes.get(f, 1) for f in factors) for factors in each[:4])
+            seconds = partial(product_seconds, self.machine, batch=batch * share, itemsize=itemsize)
+            forward += seconds(rows, columns, depth)
+            first += seconds(rows, depth, columns)
+            second += seconds(depth, columns, rows)
+        memory = self.traffic(op, choice) / self.machine.memory_bandwidth
+        needed = [value.needs_grad for value in op.operands[:2]] if op.backward_ratio else []
+        backward = sum(max(s, memory) for s, needs in zip((first, second), needed, strict=False) if needs)
+        return max(forward, memory), backward
 
     def is_recomputed(self, node: fx.Node) -> bool:
         """Returns whether backward recomputes the values of an op."""
@@ -135,10 +167,10 @@ class CostModel:
     def flops(self, op: Op, choice: Choice) -> float:
         """Returns the FLOPs of an op's products in forward, on the rank with the most work."""
         sizes, flops = self._local_sizes(op, choice), 0.0
-        for axes, divided in op.products:
-            share = _points(divided, sizes) / max(_points(divided, op.sizes), 1)
-            flops += 2 * math.prod(sizes.get(axis, 1) for axis in axes) * share
-        return flops
+        for each in op.products:
+            share = _points(each.divided, sizes) / max(_points(each.divided, op.sizes), 1)
+            flops += 2 * math.prod(sizes.get(axis, 1) for axis in each.axes) * share
+        return flops / 2 if op.is_causal else flops
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """Returns the sizes of a row's factors on the first rank, which has the largest slices."""
@@ -160,9 +192,7 @@ class CostModel:
 
         It saves floating-point operands that ops compute, unless the op is linear in all operands.
         """
-        linear = op.row.options.linear if op.row is not None else ()
-        is_linear = any(len(together) == len(op.inputs) for together in linear)
-        if not op.backward_ratio or op.is_view or is_linear or self.is_recomputed(op.node):
+        if not op.backward_ratio or op.is_view or op.is_linear or self.is_recomputed(op.node):
             return 0.0
         kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
                 if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip

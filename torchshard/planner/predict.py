@@ -17,6 +17,7 @@ from torchshard.ir.segments import parts_between
 from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel
+from torchshard.planner.kernels import fusion_of
 from torchshard.planner.properties import Op, Value
 from torchshard.plans.costs import Collective, Sent
 
@@ -37,7 +38,13 @@ def predict(
     for node in consumers(graph):
         choice = choices.get(node.name)
         if choice is not None:
-            key = (id(node_row(node) or node), id(choice), _flows(node), model.is_recomputed(node))
+            key = (
+                id(node_row(node) or node),
+                id(choice),
+                _flows(node),
+                str(fusion_of(node)),
+                model.is_recomputed(node),
+            )
             if key not in known:
                 op = Op.of(node)
                 known[key] = (model.seconds(op, choice), model.inside(op, choice))

@@ -17,6 +17,7 @@ from torchshard.ir.graph import consumers
 from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
+from torchshard.planner.kernels import kernels_of
 from torchshard.planner.network import Network
 from torchshard.planner.predict import predict
 from torchshard.planner.properties import Op
@@ -44,6 +45,8 @@ class Price(NamedTuple):
     """FLOPs of the op's products in forward."""
     nbytes: float
     """Bytes that the op reads and writes in forward."""
+    kernels: int
+    """Kernels that it starts in an eager step."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,12 @@ class PlanningProblem:
 
     def _price(self, node: fx.Node, choice: Choice) -> Price:
         op = Op.of(node)
-        return Price(*self.model.ways(op, choice), self.model.flops(op, choice), self.model.traffic(op, choice))
+        model = self.model
+        return Price(*model.ways(op, choice), model.flops(op, choice), model.traffic(op, choice), self._kernels(op))
+
+    def _kernels(self, op: Op) -> int:
+        ahead, back = kernels_of(op, compiled=self.model.compiled)
+        return ahead * (1 + self.model.is_recomputed(op.node)) + back
 
     def network(self) -> Network:
         """Returns the decisions and their costs, before any state is removed."""

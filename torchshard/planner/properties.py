@@ -6,6 +6,7 @@ Dynamic sizes have the example inputs' values.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.gathered_again import dims_gathered_again
-from torchshard.ir.graph import is_weight, node_row, operands, values
+from torchshard.ir.graph import bound_args, is_weight, node_row, operands, values
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.linear_algebra import GROUPED
 
@@ -29,30 +30,62 @@ aten = torch.ops.aten
 
 
 class Product(NamedTuple):
-    """A product within an op: one multiply-add per point of some factors."""
+    """A product within an op: one multiply-add per point of its factors."""
 
-    axes: tuple[str, ...]
+    rows: tuple[str, ...]
+    """The factors of the result that the first operand brings."""
+    columns: tuple[str, ...] = ()
+    """The factors of the result that the second operand brings."""
+    depth: tuple[str, ...] = ()
+    """The factors that are summed over."""
+    batch: tuple[str, ...] = ()
+    """The factors of both operands and the result: each point of these has a product of its own."""
     divided: tuple[str, ...] = ()
     """Factors that the points are divided among, such as experts: a rank with half of one has half of the points."""
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All factors, without those that points are divided among."""
+        return self.rows + self.columns + self.depth + self.batch
 
-def _over(*tensors: Sequence[Dim], divided: tuple[str, ...] = ()) -> Product:
-    axes = dict.fromkeys(axis for dims in tensors for dim in dims for term in dim for axis in term)
-    return Product(tuple(axes), divided)
+
+def _factors(*tensors: Sequence[Dim]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for dims in tensors for dim in dims for term in dim for axis in term))
+
+
+def _of(first: Sequence[str], second: Sequence[str], result: Sequence[str], divided: tuple[str, ...] = ()) -> Product:
+    """Sorts the factors of the second operand and of the result; a convolution's first one has positions of its own."""
+    return Product(
+        tuple(f for f in result if f not in second),
+        tuple(f for f in result if f in second and f not in first),
+        tuple(f for f in second if f not in result and f not in divided),
+        tuple(f for f in result if f in second and f in first),
+        divided,
+    )
 
 
 def _product(row: Row) -> list[Product]:
-    return [_over(*row.operands[1:], row.results[0])]
+    return [_of(_factors(row.operands[0]), _factors(*row.operands[1:]), _factors(row.results[0]))]
+
+
+def _transposed(row: Row) -> list[Product]:
+    first, second = (_factors(dims) for dims in row.operands[:2])
+    return [_of(first, second, [f for f in (*first, *second) if (f in first) != (f in second)])]
+
+
+def _grouped(row: Row) -> list[Product]:
+    first, second, result = map(_factors, (*row.operands[:2], row.results[0]))
+    return [_of(first, second, result, divided=("e",))]
 
 
 def _attention(row: Row) -> list[Product]:
     query, key, value = row.operands[:3]
-    return [_over(query, key), _over(row.results[0], value)]
+    return [Product(_factors(query, key)), Product(_factors(row.results[0], value))]
 
 
 def _recurrence(row: Row) -> list[Product]:
     steps = row.operands[0][:2]
-    return [_over(steps, weight) for weight in row.operands[1:] if len(weight) == 2]
+    return [Product(_factors(steps), *((each,) for each in _factors(w))) for w in row.operands[1:] if len(w) == 2]
 
 
 PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
@@ -61,8 +94,8 @@ PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
          aten.outer.default, aten.einsum.default, *CONVOLUTIONS),
         _product,
     ),
-    aten.convolution.default: lambda row: [_over(*row.operands[:2])],  # transposed
-    **dict.fromkeys(GROUPED, lambda row: [_over(row.operands[0], row.results[0], divided=("e",))]),
+    aten.convolution.default: _transposed,
+    **dict.fromkeys(GROUPED, _grouped),
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(RECURRENCES, _recurrence),
 }  # fmt: skip
@@ -131,6 +164,14 @@ class Value:
         return self.nbytes * largest_share(layout, self.shape, ranks)
 
 
+def is_view(node: fx.Node) -> bool:
+    """Returns whether an op's results share its operand's memory, or a node is one of several results."""
+    if node.target is operator.getitem:
+        return True
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
 NO_TENSOR = Value((), torch.int64, 0, False)
 """The Value of a result that is a number or a list."""
 
@@ -166,8 +207,18 @@ class Op:
     @property
     def is_view(self) -> bool:
         """Whether the result shares the operand's memory."""
-        returns = getattr(getattr(self.node.target, "_schema", None), "returns", ())
-        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        return is_view(self.node)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is attention in which a position sees no later ones."""
+        return self.node.target == ATTENTION and bool(bound_args(self.node)["is_causal"])
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is linear in all of its operands together, so that backward needs none of them."""
+        linear = self.row.options.linear if self.row is not None else ()
+        return any(len(together) == len(self.inputs) for together in linear)
 
     @property
     def backward_ratio(self) -> float:
@@ -187,7 +238,7 @@ def _weight_gradients(node: fx.Node) -> float:
     for user in node.users:
         if user.target in WITH_WEIGHTS and any(is_weight(other) for other in operands(user) if other is not node):
             op = Op.of(user)
-            flops += sum(2 * math.prod(op.sizes.get(axis, 1) for axis in axes) for axes, _ in op.products)
+            flops += sum(2 * math.prod(op.sizes.get(axis, 1) for axis in each.axes) for each in op.products)
     return flops
 
 

@@ -202,7 +202,7 @@ class PlanData:
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """The seconds of a step by cause, over all mesh axes: computation, then collectives."""
+        """The seconds of a step by cause, over all mesh axes: computation, collectives, and what is beside these."""
         sent = [sum(c.seconds for c in each.costs.collectives) for each in self.in_order]
         over_weights = 0.0 if self.last.data else sent.pop(0)
         computation, waits = sum(self.costs.compute.values()), sum(sent)
@@ -212,6 +212,7 @@ class PlanData:
             "computation": computation,
             "collectives over the weights' axis": over_weights,
             "collectives over the batch's axes": waits,
+            **self.costs.beside,
         }
 
     @property

@@ -16,9 +16,9 @@ from torchshard.core.rows import Choice
 from torchshard.core.types import is_of, texts
 from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
 from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
-from torchshard.plans.machine import Machine
+from torchshard.plans.machine import Machine, Transfer
 
-VERSION = 6
+VERSION = 7
 """The version of the JSON form."""
 
 
@@ -153,14 +153,22 @@ def _costs(body: object) -> Costs:
         {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
         None if fields["context"] is None else is_of(int, fields["context"]),
         None if fields["step"] is None else _number(fields["step"]),
+        _numbers(fields["beside"]),
     )
 
 
 def _machine(body: object) -> Machine:
     """Reads a machine. Infinite numbers are absent, because JSON can't express them."""
     fields = is_of(dict, body)
-    numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
-    return Machine(is_of(str, fields["name"]), **numbers)
+    numbers = {name: _number(value) for name, value in fields.items() if name not in ("name", "transfers")}
+    return Machine.of(
+        {**fields, **numbers, "transfers": [_transfer(each) for each in is_of(list, fields["transfers"])]}
+    )
+
+
+def _transfer(body: object) -> Transfer:
+    kernel, ranks, latency, bandwidth = is_of(list, body)
+    return Transfer(is_of(str, kernel), is_of(int, ranks), _number(latency), _number(bandwidth))
 
 
 def _number(value: object) -> float:

@@ -16,22 +16,52 @@ Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, NamedTuple
 
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
+from torchshard.core.types import is_count, is_number, is_of
 
-GIGA, TERA = 1e9, 1e12
-MachineName = Literal[
-    "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-memory", "cpu-gloo"
-]  # fmt: skip
+TILE = 128, 256
+"""Rows and columns of a product's result that one multiprocessor of a GPU computes at once: cuBLAS' usual tile."""
+
+
+class Transfer(NamedTuple):
+    """A collective's measured time: `latency` + bytes of the whole value / `bandwidth`."""
+
+    kernel: str
+    """'all_reduce', 'all_gather' (also a reduce-scatter's), or 'all_to_all'."""
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+KERNELS = "all_reduce", "all_gather", "all_to_all"
+"""The kernels that transfers are measured of; a reduce-scatter takes an all-gather's time."""
+
+
+def _read_transfer(given: Sequence[object]) -> Transfer:
+    """Reads a Transfer, from itself or a sequence of its fields.
+
+    Raises:
+        InputError: it is none.
+    """
+    kernel, ranks, latency, bandwidth = given if isinstance(given, (tuple, list)) and len(given) == 4 else [None] * 4
+    if is_count(ranks) and is_number(latency) and is_number(bandwidth) and bandwidth and kernel in KERNELS:
+        return Transfer(str(kernel), ranks, latency, bandwidth)
+    raise InputError(
+        f"{given!r} is no measured collective",
+        where="Machine(transfers=...)",
+        why=f"each is (kernel, ranks, latency in seconds, bytes per second); kernels are {', '.join(KERNELS)}",
+        attempt='("all_reduce", 8, 3.1e-5, 2.67e11)',
+    )
 
 
 @dataclass(frozen=True)
@@ -39,11 +69,11 @@ class Machine:
     """A group's devices and the links between them; all ranks are equal."""
 
     name: str = "custom"
-    flops: float = 400 * TERA
-    """Floating-point operations per second of one device, as achieved by matrix products."""
-    memory_bandwidth: float = 2600 * GIGA
+    flops: float = 500e12
+    """Floating-point operations per second of one device, as achieved by products of large bfloat16 matrices."""
+    memory_bandwidth: float = 3000e9
     """Bytes per second that one device reads or writes."""
-    link_bandwidth: float = 370 * GIGA
+    link_bandwidth: float = 360e9
     """Bytes per second that one device sends to its neighbour in the ring."""
     latency: float = 1e-6
     """Seconds of one step around the ring."""
@@ -59,9 +89,23 @@ class Machine:
     """Bytes per second that the ranks of one domain together send to another."""
     network_latency: float = 0.0
     """Seconds of one step around a ring that crosses the network."""
+    float32_flops: float = math.inf
+    """The rate of products of float32 or wider; infinite: that of `flops`."""
+    attention_flops: float = math.inf
+    """The rate of attention's products, if it is lower; a causal one has half of the operations."""
+    tiles: float = 0.0
+    """The parts of a product, `TILE` elements of its result each, that are computed at once; 0: products of any shape
+    run at the same rate."""
+    start_up: float = 0.0
+    """Terms of the sums of products that a tile could add in the time that it takes to begin and to end."""
+    host_overhead: float = 0.0
+    """Seconds in which the host starts one op, while the device runs earlier ones; 0: it is always ahead."""
+    transfers: tuple[Transfer, ...] = ()
+    """Collectives as they were measured within a domain; those of other kinds go around the ring."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[1:]:
+        object.__setattr__(self, "transfers", tuple(map(_read_transfer, self.transfers)))
+        for field in dataclasses.fields(self)[1:-1]:
             value = getattr(self, field.name)
             # times may be 0, but rates divide: they must be positive
             least = 0.0 if field.default == 0.0 or field.name in ("latency", "launch") else math.ulp(0.0)
@@ -80,6 +124,16 @@ class Machine:
         """Its fields by name, for JSON: without infinite numbers, which JSON can't express."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value != math.inf}
 
+    @staticmethod
+    def of(fields: Mapping[str, object]) -> Machine:
+        """Returns the machine with these `fields`.
+
+        Raises:
+            TypeError: one is unknown.
+            InputError: one has no number, or a wrong one.
+        """
+        return Machine(**dict[str, Any](fields))
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the machine as JSON.
 
@@ -96,7 +150,7 @@ class Machine:
             InputError: the file can't be read, or is not a machine.
         """
         try:
-            return Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+            return Machine.of(is_of(dict, json.loads(Path(path).read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError) as error:
             raise InputError(
                 f"{os.fspath(path)!r} holds no machine",
@@ -120,67 +174,37 @@ class Machine:
             return self.link_bandwidth, self.latency
         return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
 
+    def begins(self, kernel: str, ranks: int) -> float:
+        """Returns the seconds of an empty collective: a ring's steps, or a tree's for an all-reduce between hosts."""
+        times = 2 if kernel == "all_reduce" else 1
+        if ranks <= self.domain:
+            measured = self._measured(kernel, ranks)
+            return self.launch + times * (ranks - 1) * self.latency if measured is None else measured.latency
+        hosts = ranks / self.domain
+        steps = math.log2(hosts) if kernel == "all_reduce" else hosts - 1
+        return self.begins(kernel, int(self.domain)) + times * steps * self.network_latency
 
-H100 = Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency=8e-6)
+    def sends(self, kernel: str, nbytes: float, sent: float, ranks: int) -> float:
+        """Returns the seconds in which a collective's bytes pass the slowest link.
 
+        Args:
+            nbytes: of the whole value.
+            sent: by the rank that sends the most, around a ring.
+        """
+        measured = self._measured(kernel, min(ranks, self.domain))
+        within = sent / self.link_bandwidth if measured is None else nbytes / measured.bandwidth
+        return within if ranks <= self.domain else max(within, sent / self.network_bandwidth)
 
-def _host(name: str, flops: float, memory: float, link: float, network: float) -> Machine:
-    """Returns hosts of eight other devices, at the same fractions of their sheet as H100s."""
-    return dataclasses.replace(
-        H100,
-        name=name,
-        flops=H100.flops * flops / 989,
-        memory_bandwidth=H100.memory_bandwidth * memory / 3350,
-        link_bandwidth=H100.link_bandwidth * link / 450,
-        network_bandwidth=H100.network_bandwidth * network / 400,
-    )
-
-
-MACHINES = {
-    machine.name: machine
-    for machine in (
-        H100,
-        # per device: TFLOPS without sparsity, GB/s of memory, GB/s of links one way; per host: GB/s
-        # of network
-        _host("h200x8", 989, 4800, 450, 400),
-        _host("b200x8", 2250, 8000, 900, 400),
-        _host("a100x8", 312, 2039, 300, 200),
-        _host("mi300x8", 1307, 5300, 448, 400),
-        _host("h100x8-pcie", 756, 2000, 64, 50),
-        _host("a100x8-pcie", 312, 1935, 32, 50),
-        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA),
-        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
-    )
-}
-"""Machines by name. The GPU machines are hosts of eight GPUs, in bfloat16: on NVLink (AMD's
-Infinity Fabric) with a network card of 400 Gbit/s for each GPU (A100: 200), or on PCIe with two
-cards of 200 Gbit/s. "cpu-memory" and "cpu-gloo" are ranks of one core each on one machine, which
-communicate through its memory or over gloo. H100s are known to achieve 0.4 of their sheet's products
-and 0.8 of its bytes (bus bandwidths as nccl-tests measures them); the others are assumed to achieve
-the same fractions. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX
-B200, MI300X. `torchshard.measure_machine` measures the present machine, except for a network."""
-
-
-def read_machine(machine: MachineLike) -> Machine:
-    """Returns a Machine from itself, its name in `MACHINES`, or its file.
-
-    Raises:
-        InputError: it is not a machine.
-    """
-    if isinstance(machine, Machine):
-        return machine
-    if isinstance(machine, os.PathLike) or (isinstance(machine, str) and machine.endswith(".json")):
-        return Machine.load(machine)
-    if not isinstance(machine, str) or machine not in MACHINES:
-        near = difflib.get_close_matches(str(machine), MACHINES, n=1, cutoff=0.3)
-        raise InputError(
-            f"{machine!r} is no machine",
-            where="machine=",
-            why=f"machines are {', '.join(MACHINES)}, a torchshard.Machine(...), or the file of one, x.json",
-            attempt=repr(near[0]) if near else repr(next(iter(MACHINES))),
-        )
-    return MACHINES[machine]
-
-
-MachineLike: TypeAlias = Machine | MachineName | os.PathLike[str]
-"""A Machine, its name in `MACHINES`, or the path of its file."""
+    def _measured(self, kernel: str, ranks: float) -> Transfer | None:
+        """Returns the entry of `transfers` for a number of ranks, between two in proportion to the ranks' logarithm."""
+        kernel = "all_gather" if kernel == "reduce_scatter" else kernel
+        known = sorted(each for each in self.transfers if each.kernel == kernel)
+        below = max((each for each in known if each.ranks <= ranks), default=None)
+        above = min((each for each in known if each.ranks >= ranks), default=None)
+        if below is None or above is None:
+            return below or above
+        if below.ranks == above.ranks:
+            return below
+        share = math.log2(ranks / below.ranks) / math.log2(above.ranks / below.ranks)
+        latency, bandwidth = (a + share * (b - a) for a, b in zip(below[2:], above[2:], strict=True))
+        return Transfer(kernel, int(ranks), latency, bandwidth)

@@ -11,7 +11,8 @@ from typing import Any, Literal, TypeAlias, get_args
 from torchshard.core.errors import InputError
 from torchshard.core.units import read_size
 from torchshard.ops import kernels
-from torchshard.plans.machine import MACHINES, Machine, MachineLike, read_machine
+from torchshard.plans.machine import Machine
+from torchshard.plans.machines import MACHINES, MachineLike, read_machine
 
 Split = Literal["weights", "sequence", "all"]
 """Dims that may be split. "weights": those that come from weights. "sequence": also the sequence,

@@ -14,7 +14,7 @@ from torchshard.core.mesh import Holds, mesh_option
 from torchshard.core.units import size_text, time_text
 from torchshard.plans.plan import Plan
 
-HEADER = ("mesh", "time", "compute", "over weights", "over batch", "memory per rank")
+HEADER = ("mesh", "time", "compute", "over weights", "over batch", "beside", "memory per rank")
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Proposal:
         """Returns its texts, in the order of HEADER."""
         name = mesh_option(self.mesh)
         if self.plan is None:
-            return (name, "no plan", "", "", "", "")
-        parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
-        total = sum(parts.values())
-        shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
+            return (name, "no plan", "", "", "", "", "")
+        parts, peak = [*self.plan.step_seconds.values()], size_text(self.plan.step_memory["peak"])
+        total = sum(parts)
+        shares = (f"{seconds / total if total else 0:.0%}" for seconds in (*parts[:3], sum(parts[3:])))
         return (name, time_text(total), *shares, peak if self.fits else f"{peak}: too much")
 
 

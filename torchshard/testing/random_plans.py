@@ -21,7 +21,8 @@ from torchshard.planner.search import search
 from torchshard.planner.states import GraphConstraints
 from torchshard.plans.costs import Sent
 from torchshard.plans.data import AxisPlan
-from torchshard.plans.machine import MACHINES, Machine
+from torchshard.plans.machine import Machine
+from torchshard.plans.machines import MACHINES
 from torchshard.plans.plan import Plan
 
 
