@@ -316,7 +316,7 @@ def test_styles_that_a_layer_can_have_are_named() -> None:
         lambda: ts.load(MLP(), "run"),  # type: ignore[arg-type]
         lambda: ts.save_pretrained("out", MLP()),  # type: ignore[arg-type]
         lambda: _plan({}, objective={"recompute": 5}),
-        lambda: ts.measure_machine(dtype="float32"),  # type: ignore[arg-type]
+        lambda: ts.measure_machine(width=1.5),  # type: ignore[arg-type]
         lambda: ts.distributed.launch(lambda: 0, 1),
         lambda: ts.distributed.init_process_group(None),  # type: ignore[arg-type]
         lambda: ts.Plan.load("a\0b"),

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,13 @@ from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import R, Shard
 from torchshard.core.mesh import MODEL
+from torchshard.core.types import is_count
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.ops import direct
 from torchshard.distributed.wire import collective
 from torchshard.ops import hashable
-from torchshard.plans.machine import Machine
+from torchshard.plans.machine import Machine, Transfer
 
 _OPS = torch.ops.torchshard
 
@@ -40,39 +42,41 @@ COPIED = 1 << 24
 """The float32 elements that are copied to measure the memory bandwidth."""
 WORK_WIDTH = 512
 """The width of the products between collectives."""
+ATTENTION = 1, 8, 512, 64
+"""Batch, heads, positions and features of the timed attention."""
+_ATTENTION_FLOPS = 4 * math.prod(ATTENTION) * ATTENTION[2] / 2
 FEW_ROWS, MANY_ROWS, COLUMNS = 2, 1024, 1024
 """The sizes of the small and the large value that elementwise ops are timed on."""
 MIN_SECONDS = 1e-9
 """The minimum time: a clock can't distinguish shorter ones from 0, and bandwidths divide by them."""
 
 
-def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Machine:
+def measure_machine(width: int = 1024) -> Machine:
     """Measures a Machine for this process's model-parallel group: a collective call that takes a few seconds.
 
-    Collectives are timed as in a step: between products, after which ranks arrive at different
-    times and with other data in their caches. Back to back, they would seem several times faster.
-    The op overhead and the elementwise bandwidth result from a training step of a few ops, on few
-    and on many elements. The slowest rank's times count, so all ranks get the same Machine. All
-    ranks count as one domain: a network between some of them is not detected.
+    Products are timed in bfloat16 and in float32, attention in bfloat16. Collectives are timed as in a step: between
+    products, after which ranks arrive at different times and with other data in their caches. Back to back, they would
+    seem several times faster. The op overhead and the elementwise bandwidth result from a training step of a few ops,
+    on few and on many elements. The slowest rank's times count, so all ranks get the same Machine. All ranks count as
+    one domain: a network between some of them is not detected.
 
     Args:
-        width: the width of the square matrices of the timed product.
-        dtype: the dtype of the matrices.
+        width: the width of the square matrices of the timed products.
 
     Raises:
-        InputError: matrices of that width or dtype can't be multiplied.
+        InputError: matrices of that width can't be multiplied.
         DistributedError: there is no group, or a rank is gone.
     """
-    if type(width) is not int or width < 1 or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if not is_count(width):
         raise InputError(
-            f"a product of matrices of width {width!r} in {dtype} can't be timed",
+            f"a product of matrices of width {width!r} can't be timed",
             where="measure_machine",
-            why="the width is 1 or more, the dtype a floating one",
-            attempt="measure_machine(width=1024, dtype=torch.float32)",
+            why="the width is an int of 1 or more",
+            attempt="measure_machine(width=1024)",
         )
     group = lookup(MODEL)
     device = _device(group)
-    times = _compute_times(device, width, dtype)
+    times = _compute_times(device, width)
     if group.size > 1:
         verify_following_call(group, lambda: "measure_machine")
         times |= _collective_times(group, device)
@@ -80,9 +84,13 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
     return Machine(
         f"measured on {group.size} ranks",
         flops=2 * width**3 / slowest["product"],
+        float32_flops=2 * width**3 / slowest["float32 product"],
+        attention_flops=_ATTENTION_FLOPS / slowest["attention"],
         memory_bandwidth=2 * COPIED * 4 / slowest["copy"],
-        op_overhead=slowest["few elements"] / ELEMENTWISE_CALLS,
+        op_overhead=0.0 if device.type == "cuda" else slowest["few elements"] / ELEMENTWISE_CALLS,
+        host_overhead=slowest["few elements"] / ELEMENTWISE_CALLS if device.type == "cuda" else 0.0,
         elementwise_bandwidth=_elementwise_bytes() / slowest["many elements"],
+        transfers=_transfers(slowest, group.size),
         **_links(slowest, group.size),
     )
 
@@ -93,13 +101,16 @@ def _device(group: Group) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def _compute_times(device: torch.device, width: int, dtype: torch.dtype) -> dict[str, float]:
-    """Returns the seconds that one rank needs for a product, a copy, and elementwise ops."""
-    matrix, source = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
+def _compute_times(device: torch.device, width: int) -> dict[str, float]:
+    """Returns the seconds that one rank needs for products, attention, a copy, and elementwise ops."""
+    whole, source = torch.randn(width, width, device=device), torch.randn(COPIED, device=device)
+    matrix, heads = whole.bfloat16(), torch.randn(*ATTENTION, device=device).bfloat16()
     target = torch.empty_like(source)
     few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in (FEW_ROWS, MANY_ROWS))
     return {
         "product": _typical(device, lambda: matrix @ matrix),
+        "float32 product": _typical(device, lambda: whole @ whole),
+        "attention": _typical(device, lambda: F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)),
         "copy": _typical(device, lambda: target.copy_(source)),
         "few elements": _typical(device, lambda: _elementwise(few)),
         "many elements": _typical(device, lambda: _elementwise(many)),
@@ -120,7 +131,25 @@ def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
     return times
 
 
-def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
+def _transfers(times: Mapping[str, float], world: int) -> tuple[Transfer, ...]:
+    """Returns the measured collectives: the small value's time is all latency."""
+    if world == 1:
+        return ()
+    nbytes = math.prod(LARGE_COLLECTIVE) * 4
+    return tuple(
+        Transfer(kernel, world, times[f"small {kind}"],
+                 nbytes / max(times[f"large {kind}"] - times[f"small {kind}"], MIN_SECONDS))
+        for kernel, kind in (("all_reduce", "reduce"), ("all_gather", "gather"))
+    )  # fmt: skip
+
+
+class _Links(TypedDict):
+    link_bandwidth: float
+    latency: float
+    launch: float
+
+
+def _links(times: Mapping[str, float], world: int) -> _Links:
     """Returns a Machine's numbers for collectives: an all-reduce goes around the ring twice, an all-gather once.
 
     The bandwidth is the lower of the two: a gather may also have to copy the received data into
@@ -149,8 +178,12 @@ def _elementwise(x: Tensor) -> None:
 
 
 def _elementwise_bytes() -> int:
-    """Returns the bytes that `_elementwise` moves for many rows: operands and results, as in `planner.costs`."""
-    values = 2 * (2 + 2 + 3)
+    """Returns the bytes that `_elementwise` moves for many rows, as `planner.kernels.traffic` counts them.
+
+    In forward a norm and an activation read and write one value each, the sum reads two; in backward the first two
+    read the gradient and their operand and write a gradient, and the gradients of x, which has two users, are added.
+    """
+    values = (2 + 2 + 3) + (3 + 3 + 3)
     return values * MANY_ROWS * COLUMNS * torch.get_default_dtype().itemsize
 
 
