@@ -143,10 +143,15 @@ def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
 
 
 def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
-    host = ts.MACHINES["h100x8"]
-    assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2
-    assert host.across(4).link(2) == host.link(8) and host.across(8).link(2)[0] == host.network_bandwidth / 8
-    assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
+    host = dataclasses.replace(ts.MACHINES["h100x8"], transfers=())
+
+    def seconds(machine: ts.Machine, ranks: int) -> tuple[float, float]:
+        return machine.begins("all_gather", ranks), machine.sends("all_gather", 1e9, 1e9, ranks)
+
+    assert host.across(1) == host and host.across(4).domain == 2
+    assert seconds(host.across(2), 4) == seconds(host, 4)
+    assert seconds(host.across(8), 2)[1] == 1e9 / (host.network_bandwidth / 8) == seconds(host.across(16), 2)[1]
+    assert seconds(host.across(8), 64)[1] == seconds(host.across(8), 2)[1]
 
 
 @nightly("shard_grad_op")

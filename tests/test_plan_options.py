@@ -49,7 +49,8 @@ def test_invalid_machines_are_refused() -> None:
 def test_ranks_beyond_one_domain_send_over_the_network() -> None:
     near = ts.Machine("m", domain=8, network_bandwidth=1e9, network_latency=1e-4)
     far = dataclasses.replace(near, domain=1)
-    assert near.link(8) == (near.link_bandwidth, near.latency) and near.link(9) == (1e9, 1e-4)
+    assert [near.sends("all_gather", 1e9, 1e9, ranks) for ranks in (8, 16)] == [1e9 / near.link_bandwidth, 1.0]
+    assert near.begins("all_gather", 16) == near.begins("all_gather", 8) + 1e-4
     same, slower = (_gpt(machine=machine).costs for machine in (near, far))
     assert same.seconds < slower.seconds and sum(same.compute.values()) == sum(slower.compute.values())
 

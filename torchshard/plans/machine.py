@@ -168,12 +168,6 @@ class Machine:
         domain = self.domain if self.domain == math.inf else max(self.domain // ranks, 1)
         return dataclasses.replace(self, domain=domain, network_bandwidth=self.network_bandwidth / rings)
 
-    def link(self, ranks: int) -> tuple[float, float]:
-        """Returns the bandwidth and the latency of a ring of `ranks` ranks."""
-        if ranks <= self.domain:
-            return self.link_bandwidth, self.latency
-        return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
-
     def begins(self, kernel: str, ranks: int) -> float:
         """Returns the seconds of an empty collective: a ring's steps, or a tree's for an all-reduce between hosts."""
         times = 2 if kernel == "all_reduce" else 1

@@ -214,7 +214,7 @@ def _ops(plan: Plan) -> Iterator[tuple[str, str, int, float, float, float]]:
 
 def _messages(plan: Plan) -> Iterator[tuple[str, str, int, float, float, float]]:
     for each in plan.axes:
-        bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):
-            by = "bandwidth" if 2 * sent.nbytes / bandwidth > sent.seconds + sent.hidden else "latency"
+            begins = each.machine.begins(sent.kernel, each.world_size)
+            by = "latency" if 2 * begins * sent.times > sent.seconds + sent.hidden else "bandwidth"
             yield sent.message, by, sent.times, sent.seconds, 0.0, sent.nbytes
