@@ -281,6 +281,25 @@ def test_a_small_batch_of_a_rank_keeps_the_graph_of_a_convolution(caplog: pytest
     assert "no graph of the backward" not in caplog.text
 
 
+class _Language(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(4096, 8), nn.Linear(8, 4096, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.tok(ids)).view(-1, 4096), labels.view(-1))
+
+
+def test_a_loss_split_by_vocabulary_has_a_graph_on_a_mesh(caplog: pytest.LogCaptureFixture) -> None:
+    """Labels have sizes of their own: that they equal the logits' is known from forward, in a rank's sizes too."""
+    torch.manual_seed(0)
+    calls = [torch.randint(4096, (8, 64)) for _ in range(2)]
+    made = capture(_Language(), calls).plan({"head": "column"}, {"dp": 2, "tp": 2})
+    assert made.plan.costs.kinds["all_reduce_max"]
+    ts.check(_Language(), made.plan, calls, mesh={"dp": 2, "tp": 2}).raise_on_error()
+    assert "no graph of the backward" not in caplog.text
+
+
 class _TwoUses(nn.Module):
     """A model with two results; one gradient needs a view of a value that the other gradient needs."""
 

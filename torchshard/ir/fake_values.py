@@ -6,7 +6,7 @@ example inputs, by which costs are computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import TypeVar, cast
@@ -106,12 +106,20 @@ def guards(mode: Mode) -> list[sympy.Basic]:
 
 
 def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
-    """Returns whether PyTorch added guards that don't restate a known one in local sizes."""
+    """Returns whether PyTorch added guards that do not follow from a known one, in local sizes."""
     added = guards(mode)[len(known) :]
     if not added:
         return False
-    restated = {_reduced(mode.shape_env.replace(guard)) for guard in known}  # type: ignore[union-attr]
-    return not {_reduced(guard) for guard in added} <= restated
+    replace = mode.shape_env.replace  # type: ignore[union-attr]
+    restated = {_reduced(replace(guard)) for guard in known}
+    return not all(_follows(replace(guard), restated) for guard in added)
+
+
+def _follows(guard: sympy.Basic, known: Collection[sympy.Basic]) -> bool:
+    """Returns whether a guard, or one that it leaves the choice of, is known."""
+    if isinstance(guard, sympy.Or):  # sizes broadcast: `a == 1 or a == b`
+        return any(_follows(each, known) for each in guard.args)
+    return _reduced(guard) in known
 
 
 def _reduced(guard: sympy.Basic) -> sympy.Basic:
