@@ -190,13 +190,16 @@ class Machine:
         return within if ranks <= self.domain else max(within, sent / self.network_bandwidth)
 
     def _measured(self, kernel: str, ranks: float) -> Transfer | None:
-        """Returns the entry of `transfers` for a number of ranks, between two in proportion to the ranks' logarithm."""
+        """Returns the entry of `transfers` for a number of ranks, between two in proportion to the ranks' logarithm.
+
+        None outside of the measured numbers, where rings say more.
+        """
         kernel = "all_gather" if kernel == "reduce_scatter" else kernel
         known = sorted(each for each in self.transfers if each.kernel == kernel)
         below = max((each for each in known if each.ranks <= ranks), default=None)
         above = min((each for each in known if each.ranks >= ranks), default=None)
         if below is None or above is None:
-            return below or above
+            return None
         if below.ranks == above.ranks:
             return below
         share = math.log2(ranks / below.ranks) / math.log2(above.ranks / below.ranks)
