@@ -36,6 +36,12 @@ class _Masked(nn.Module):
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
+def _halves(length: int, size: int) -> Tensor:
+    """The number of each position's document, of which the first has this length: one document at small sizes."""
+    ones = torch.ones(length, dtype=torch.long)
+    return torch.cat([ones, ones + 1])[:size]
+
+
 def _documents(positions: Tensor, step: int) -> Tensor:
     """The number of each position's document, as transformers finds it: a new one begins where positions don't step."""
     return (torch.diff(positions, prepend=positions[:1] - 1) != step).cumsum(0)
@@ -55,6 +61,7 @@ def _documents(positions: Tensor, step: int) -> Tensor:
         (lambda q, k: (k <= q) & (_documents(k.reshape(-1) // 4, 1)[q] == _documents(k.reshape(-1) // 4, 1)[k]), False),
         (lambda q, k: (k <= q) & (_documents(k.reshape(-1), 0)[q] == _documents(k.reshape(-1), 0)[k]), False),
         (lambda q, k: (k <= q) & (k - 7 <= q), False),
+        (lambda q, k: (k <= q) & (_halves(20, q.numel())[q] == _halves(20, q.numel())[k]), False),
         (lambda q, k: (k <= q) & (torch.cat([k[:, 1:], k[:, :1]], 1) - 7 <= q), False),
     ],
 )

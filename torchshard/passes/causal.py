@@ -5,8 +5,9 @@
 
 A mask is replaced under two conditions. First, its ops depend only on sizes, compare and combine
 positions, and use no constant above 1: a sliding window of 4,096 uses one, and would equal the
-triangle at small sizes. Second, its value is the lower triangle, at its own size or, with dynamic
-sizes, at several. transformers 5 compares documents too, which it numbers by the steps between
+triangle at small sizes; so would documents of 4,096 tokens, so a dynamic mask has no such size either.
+Second, its value is the lower triangle, at its own size or, with dynamic sizes, at several.
+transformers 5 compares documents too, which it numbers by the steps between
 positions: without `position_ids` there is one.
 """
 
@@ -20,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument, Target
+from torch.utils._pytree import tree_leaves
 
 from torchshard.ir.fake_values import size_expr
 from torchshard.ir.graph import bound_args
@@ -40,6 +42,11 @@ _WITH_CONSTANTS: dict[Target, slice] = {
     **dict.fromkeys((operator.add, operator.sub), slice(0, None)),
 }  # fmt: skip
 """Op -> its arguments that are positions or differences of positions; others are dims and sizes."""
+_WITH_SIZES: dict[Target, slice] = {
+    aten.arange.default: slice(0, 1), aten.arange.start: slice(0, 2), aten.ones.default: slice(0, 1),
+    **dict.fromkeys((aten.expand.default, aten.view.default, aten.reshape.default), slice(1, 2)),
+}  # fmt: skip
+"""Op -> its arguments that are sizes, which a dynamic mask of one size may reach and one of another not."""
 _FIRST_SIZES = (3, 6, 11)
 """The first sizes at which a dynamic mask is evaluated; its other sizes count up from there."""
 
@@ -59,10 +66,10 @@ def restore_causal(module: fx.GraphModule) -> bool:
 
 
 def _is_causal(mask: fx.Node) -> bool:
-    ancestors = _ancestors_from_sizes(mask)
+    dynamic = any(not isinstance(size_expr(s), int) for s in mask.meta["val"].shape)
+    ancestors = _ancestors_from_sizes(mask, dynamic=dynamic)
     if ancestors is None or mask.meta["val"].dtype is not torch.bool:
         return False
-    dynamic = any(not isinstance(size_expr(s), int) for s in mask.meta["val"].shape)
     first_sizes = _FIRST_SIZES if dynamic else (1,)
     return all(_is_triangle(_evaluate(mask, ancestors, first)) for first in first_sizes)
 
@@ -72,8 +79,8 @@ def _is_triangle(mask: Tensor) -> bool:
     return mask.ndim >= 2 and torch.equal(mask, ones.tril().expand_as(mask))
 
 
-def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
-    """The ancestors of the mask, in order, if they depend only on sizes."""
+def _ancestors_from_sizes(mask: fx.Node, *, dynamic: bool) -> list[fx.Node] | None:
+    """The ancestors of the mask, in order, if they depend only on sizes, and on no number that small ones hide."""
     visited: set[fx.Node] = set()
     pending = [mask]
     while pending:
@@ -83,15 +90,18 @@ def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
         visited.add(node)
         if node.target is aten.sym_size.int:
             continue  # a number, whatever tensor it is of
-        if node.target not in _COMPARING or not all(map(_is_small, _constants(node))):
+        if node.target not in _COMPARING or not all(map(_is_small, _constants(node, dynamic))):
             return None
         pending += node.all_input_nodes
     return [n for n in mask.graph.nodes if n in visited]
 
 
-def _constants(node: fx.Node) -> list[float]:
-    """The numbers among the positions that an op computes with."""
-    given = (*node.args[_WITH_CONSTANTS.get(node.target, slice(0, 0))], node.kwargs.get("alpha", 1))
+def _constants(node: fx.Node, dynamic: bool) -> list[float]:
+    """The numbers among the positions that an op computes with and, in a dynamic mask, among its sizes."""
+    none = slice(0, 0)
+    given = [*node.args[_WITH_CONSTANTS.get(node.target, none)], node.kwargs.get("alpha", 1)]
+    if dynamic:
+        given += tree_leaves(node.args[_WITH_SIZES.get(node.target, none)])
     return [a for a in given if isinstance(a, (int, float))]
 
 
