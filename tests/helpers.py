@@ -72,6 +72,16 @@ class _Allocated(TorchDispatchMode):
         return result
 
 
+def in_groups_of(rank: int, run: Callable[[int, int], Any], sizes: Sequence[int]) -> dict[Any, Any]:
+    """Runs a function of this rank's number and the group's size in groups of each size; returns size -> result."""
+    found = {}
+    for size in sizes:
+        ts.distributed.init_process_group(group_size=size)
+        found[size] = run(rank % size, size)
+        ts.distributed.destroy_process_group()
+    return found
+
+
 def allocated(step: Callable[[], None]) -> float:
     """The peak of allocated bytes while a step runs, minus the bytes allocated before it."""
     with _Allocated() as allocated:

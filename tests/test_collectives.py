@@ -9,35 +9,30 @@ import torch
 
 import torchshard.distributed as tsd
 from tests.conversion_cases import STRIDES, cases, conversions
-from tests.helpers import nightly
+from tests.helpers import in_groups_of, nightly
 from torchshard.testing import run_ranks, step_args
 
 _ops = torch.ops.torchshard
 NAMES = sorted({name for name, *_ in cases()})
 
 
-def _in_groups_of(rank: int, sizes: tuple[int, ...]) -> dict[Any, Any]:
-    """Runs all conversions in groups of each size."""
-    found: dict[Any, Any] = {}
-    for size in sizes:
-        tsd.init_process_group(group_size=size)
-        wrong, done = conversions(rank % size, lambda name: getattr(_ops, name).default)
-        highest = _ops.all_reduce_max(torch.tensor([float(rank % size), -float(rank % size)]), "model")
-        found[size] = {"wrong": wrong, "done": done, "max": highest.tolist()}
-        tsd.destroy_process_group()
-    return found
+def _conversions(rank: int, size: int) -> dict[str, Any]:
+    """Runs all conversions in a group."""
+    wrong, done = conversions(rank, lambda name: getattr(_ops, name).default)
+    highest = _ops.all_reduce_max(torch.tensor([float(rank), -float(rank)]), "model")
+    return {"wrong": wrong, "done": done, "max": highest.tolist()}
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[Any, Any]]:
     """The results of four ranks, in pairs and all together."""
-    return run_ranks(_in_groups_of, 4, (2, 4))
+    return run_ranks(in_groups_of, 4, _conversions, (2, 4))
 
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[Any, Any]]:
     """The results of three ranks."""
-    return run_ranks(_in_groups_of, 3, (3,))
+    return run_ranks(in_groups_of, 3, _conversions, (3,))
 
 
 @nightly("four-*")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import nightly
+from tests.helpers import in_groups_of, nightly
 from torchshard import S
 from torchshard.testing import run_ranks, split
 
@@ -123,27 +123,25 @@ def _exported(rank: int) -> bool:
     return all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(got, expected, strict=True))
 
 
-def _in_groups_of(rank: int, sizes: tuple[int, ...]) -> dict[Any, Any]:
+def _in_all_groups(rank: int, sizes: tuple[int, ...]) -> dict[Any, Any]:
     """Runs the functions in groups of each size; four ranks also test the groups themselves."""
-    found: dict[Any, Any] = {}
-    for size in sizes:
-        tsd.init_process_group(group_size=size)
-        mine = rank % size
-        found[size] = {"public": _public(mine, size), "dtypes": _dtypes(mine, size), "exported": _exported(mine)}
-        tsd.destroy_process_group()
-    return found | (_groups(rank) if 2 in sizes else {})
+    return in_groups_of(rank, _functions, sizes) | (_groups(rank) if 2 in sizes else {})
+
+
+def _functions(rank: int, size: int) -> dict[str, Any]:
+    return {"public": _public(rank, size), "dtypes": _dtypes(rank, size), "exported": _exported(rank)}
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[Any, Any]]:
     """The results of four ranks, in pairs and all together."""
-    return run_ranks(_in_groups_of, 4, (2, 4))
+    return run_ranks(_in_all_groups, 4, (2, 4))
 
 
 @pytest.fixture(scope="module")
 def three() -> list[dict[Any, Any]]:
     """The results of three ranks."""
-    return run_ranks(_in_groups_of, 3, (3,))
+    return run_ranks(_in_all_groups, 3, (3,))
 
 
 @nightly("four-*")
