@@ -16,7 +16,7 @@ from torchshard.core.rows import Choice
 from torchshard.core.types import is_of, texts
 from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
 from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
-from torchshard.plans.machine import Machine, Transfer
+from torchshard.plans.machine import Machine
 
 VERSION = 7
 """The version of the JSON form."""
@@ -161,14 +161,7 @@ def _machine(body: object) -> Machine:
     """Reads a machine. Infinite numbers are absent, because JSON can't express them."""
     fields = is_of(dict, body)
     numbers = {name: _number(value) for name, value in fields.items() if name not in ("name", "transfers")}
-    return Machine.of(
-        {**fields, **numbers, "transfers": [_transfer(each) for each in is_of(list, fields["transfers"])]}
-    )
-
-
-def _transfer(body: object) -> Transfer:
-    kernel, ranks, latency, bandwidth = is_of(list, body)
-    return Transfer(is_of(str, kernel), is_of(int, ranks), _number(latency), _number(bandwidth))
+    return Machine.of({**fields, **numbers})
 
 
 def _number(value: object) -> float:

@@ -1,16 +1,16 @@
 """Machines: how fast their ranks compute, read memory, and send.
 
 An op takes its overhead plus the time of its floating-point operations or of its memory traffic,
-whichever is longer (the roofline). A collective takes a start, a latency for each step around the
-ring, and its bytes over the link:
+whichever is longer (the roofline). A collective that was not measured takes a start, a latency for each
+step around the ring, and its bytes over the link:
 
     time = launch + steps * latency + bytes / link_bandwidth        steps = (ranks - 1) times around the ring
 
-Ranks beyond one domain send over the network. Each step then has the network's latency, because a
-ring is as fast as its slowest link, and the network's bandwidth limits all traffic across it.
-`planner.timeline` computes how much of this the computation hides. Sources: Williams, Waterman and
-Patterson, "Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur, Rabenseifner and
-Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+Between domains each host adds steps of the network's latency, of a tree for an all-reduce and of a ring
+otherwise, and the network's bandwidth limits all traffic across it. `planner.timeline` computes how much
+of this the computation hides. Sources: Williams, Waterman and Patterson, "Roofline" (2009); Hockney's
+alpha-beta model, with the rings and trees of Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations
@@ -80,26 +80,26 @@ class Machine:
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""
     op_overhead: float = 0.0
-    """Seconds that an op takes at any size; 0 if the host is always ahead of the device."""
+    """Seconds that a kernel takes at any size, beside its work."""
     elementwise_bandwidth: float = math.inf
-    """Bytes per second that ops other than products read and write; infinite if they are fused."""
+    """Bytes per second that ops other than products read and write, if that is less than `memory_bandwidth`."""
     domain: float = math.inf
     """The number of ranks on these links (an NVLink domain, or a host); a network joins domains."""
     network_bandwidth: float = math.inf
     """Bytes per second that the ranks of one domain together send to another."""
     network_latency: float = 0.0
-    """Seconds of one step around a ring that crosses the network."""
+    """Seconds of one step between hosts, of a ring or a tree."""
     float32_flops: float = math.inf
-    """The rate of products of float32 or wider; infinite: that of `flops`."""
+    """The rate of products in float32 or wider; if infinite, `flops` counts for these too."""
     attention_flops: float = math.inf
     """The rate of attention's products, if it is lower; a causal one has half of the operations."""
     tiles: float = 0.0
-    """The parts of a product, `TILE` elements of its result each, that are computed at once; 0: products of any shape
-    run at the same rate."""
+    """The number of `TILE`s of a product's result that are computed at once. At 0, products of all shapes run at the
+    same rate."""
     start_up: float = 0.0
-    """Terms of the sums of products that a tile could add in the time that it takes to begin and to end."""
+    """The depth of products at which a tile takes as long to begin and end as to multiply."""
     host_overhead: float = 0.0
-    """Seconds in which the host starts one op, while the device runs earlier ones; 0: it is always ahead."""
+    """Seconds that the host needs to start one kernel, while the device runs earlier ones. At 0 it is always ahead."""
     transfers: tuple[Transfer, ...] = ()
     """Collectives as they were measured within a domain; those of other kinds go around the ring."""
 
@@ -195,7 +195,7 @@ class Machine:
         None outside of the measured numbers, where rings say more.
         """
         kernel = "all_gather" if kernel == "reduce_scatter" else kernel
-        known = sorted(each for each in self.transfers if each.kernel == kernel)
+        known = [each for each in self.transfers if each.kernel == kernel]
         below = max((each for each in known if each.ranks <= ranks), default=None)
         above = min((each for each in known if each.ranks >= ranks), default=None)
         if below is None or above is None:
