@@ -17,7 +17,7 @@ import torchshard as ts
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import is_tensor_op, whole_choice
 from torchshard.planner.costs import CostModel
-from torchshard.planner.kernels import kernels_of, note_fusion, product_seconds, traffic
+from torchshard.planner.kernels import kernels_of, moved_bytes, note_fusion, product_seconds
 from torchshard.planner.properties import Op
 from torchshard.plans.machine import TILE, Transfer
 from torchshard.testing import capture
@@ -84,7 +84,7 @@ def _ops(model: nn.Module, *inputs: Tensor) -> dict[str, Op]:
 
 def _bytes(op: Op, compiled: bool) -> tuple[float, float]:
     read, written = ([float(v.nbytes) for v in values] for values in (op.operands, op.results))
-    return traffic(op, read, written, compiled=compiled)
+    return moved_bytes(op, read, written, compiled=compiled)
 
 
 def test_an_eager_op_moves_its_operands_and_results_and_their_gradients() -> None:

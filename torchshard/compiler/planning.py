@@ -54,8 +54,8 @@ def plan_graph(
     if given is not None and constraints.aim.any_machine:
         machine = given.machine
     note_fusion(module.graph)
-    compiled = constraints.aim.compiles
-    model = CostModel(machine, constraints.axis, recompute=constraints.recompute, compiled=compiled)
+    recompute, compiled = constraints.recompute, constraints.aim.compiles
+    model = CostModel(machine, constraints.axis, recompute=recompute, compiled=compiled)
     limit = None
     if constraints.aim.memory is not None:
         slices, keeps = constraints.slices, constraints.keeps_gathered
@@ -86,9 +86,9 @@ def plan_graph(
     )
     memory = {} if limit is None else _memory_within(limit, plan, constraints)
     costs = _costs(problem, plan, result.gap, memory)
-    costs = replace(costs, beside=beside_ops([PlannedAxis(plan, problem)], costs.seconds))
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
-        costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
+        beside = beside_ops([PlannedAxis(replace(plan, costs=costs), problem)], costs.seconds)
+        costs = replace(costs, fewer=_with_fewer_ranks(problem, plan), beside=beside)
     if limit is not None and not constraints.aim.trains:
         costs = replace(costs, context=limit.longest(plan))
     return PlannedAxis(replace(plan, costs=costs), problem)
@@ -233,7 +233,6 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, flo
     """Seconds of a step with the same choices on 1, 2, 4, ... ranks, fewer than the plan's."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
-        of_fewer = replace(problem.model, axis=MeshAxis(ranks), recompute=plan.recompute, _prices={}, _cheapest={})
-        fewer = replace(problem, model=of_fewer)
+        fewer = replace(problem, model=problem.model.on(ranks))
         seconds[ranks] = fewer.costs_of(plan.choices, plan.layouts).seconds
     return seconds

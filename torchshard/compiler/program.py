@@ -154,9 +154,9 @@ class Program:
         if with_memory:
             costs = replace(plans[-1].costs, memory=memory_of_rank(localized(graph, first[-1])))
             plans[-1] = replace(plans[-1], costs=costs)
-        step = seconds_of_step(solved) if plans[-1].data else None
-        beside = beside_ops(solved, plans[0].costs.seconds if step is None else step)
-        plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside))
+        if plans[-1].data:
+            step = seconds_of_step(solved)
+            plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside_ops(solved, step)))
         plan, problems = replace(self.plan, axes=(*plans[1:], plans[0])), tuple(problem for _, problem in solved)
         return replace(self, plan=plan, problems=problems).with_source().plan
 

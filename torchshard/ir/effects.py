@@ -76,6 +76,11 @@ def is_view(node: fx.Node) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
+def only_looks(node: fx.Node) -> bool:
+    """Returns whether a node computes nothing: it takes one of several results, or views one."""
+    return node.target is operator.getitem or is_view(node)
+
+
 def written_state(graph: fx.Graph) -> list[fx.Node]:
     """Returns the buffers and parameters that a graph's ops may write to."""
     return [node for node in placeholders(graph) if any(_may_write_to(node, user) for user in node.users)]

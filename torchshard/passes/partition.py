@@ -29,7 +29,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from torchshard.ir.editing import drop_dead_code, empty_module
-from torchshard.ir.effects import is_view, uses_rng, writes, written_state
+from torchshard.ir.effects import is_view, only_looks, uses_rng, writes, written_state
 from torchshard.ir.graph import is_tensor, results_of, values
 from torchshard.ops import communicates
 from torchshard.passes.nodes import behind_needs, node_arg, read_by
@@ -140,7 +140,7 @@ def _is_drawn(node: fx.Node) -> bool:
     if node.target not in (aten.clone.default, aten.cat.default):
         return uses_rng(node)
     sources = node.all_input_nodes
-    while sources and all(is_view(n) or n.target is operator.getitem for n in sources):
+    while sources and all(map(only_looks, sources)):
         sources = [source for n in sources for source in n.all_input_nodes]
     return bool(sources) and all(map(uses_rng, sources))
 

@@ -32,7 +32,8 @@ def beside_ops(solutions: Sequence[PlannedAxis], device: float) -> dict[str, flo
         "the optimizer": _optimizer_bytes(solutions) / machine.memory_bandwidth,
         "copies of slices": 2 * _slices_bytes(solutions) / machine.memory_bandwidth,
     }
-    host = 0.0 if solutions[0].problem.model.compiled else _kernels(solutions) * machine.host_overhead
+    is_ahead = solutions[0].problem.model.compiled or not machine.host_overhead
+    host = 0.0 if is_ahead else _kernels(solutions) * machine.host_overhead
     return found | {"waiting for the host": max(host - device, 0.0)}
 
 

@@ -6,7 +6,7 @@ docs/planning.md has the formulas.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,8 +20,8 @@ from torchshard.core.rows import Choice
 from torchshard.ir.gathered_again import is_gathered_again
 from torchshard.planner.constants import BUCKETED
 from torchshard.planner.inside import calls_inside
-from torchshard.planner.kernels import kernels_of, product_seconds, traffic
-from torchshard.planner.properties import ATTENTION, LOOKUPS, Op, Value
+from torchshard.planner.kernels import kernels_of, moved_bytes, product_seconds
+from torchshard.planner.properties import ATTENTION, ATTENTION_BACKWARD, LOOKUPS, Op, Value
 from torchshard.plans.costs import Sent
 from torchshard.plans.machine import Machine
 
@@ -46,6 +46,10 @@ class CostModel:
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
     """The cheapest conversions of a value, from the produced to the required layouts."""
+
+    def on(self, ranks: int) -> CostModel:
+        """Returns the costs on another number of ranks."""
+        return CostModel(self.machine, MeshAxis(ranks), recompute=self.recompute, compiled=self.compiled)
 
     # --- communication -----------------------------------------------------------------------------------------------
 
@@ -129,34 +133,32 @@ class CostModel:
         return forward + ahead, (forward + ahead) * self.is_recomputed(op.node) + backward + back
 
     def _work(self, op: Op, choice: Choice) -> tuple[float, float]:
+        """Returns the seconds of an op's kernels in forward and in backward, without their overhead."""
         if not op.products:
-            read = partial(Value.held, ranks=self.axis.size)
-            nbytes = traffic(op, [*map(read, op.operands, choice.operands)], [*map(read, op.results, choice.results)],
-                             compiled=self.compiled)  # fmt: skip
+            held = partial(Value.held, ranks=self.axis.size)
+            read, written = [*map(held, op.operands, choice.operands)], [*map(held, op.results, choice.results)]
+            forward, backward = moved_bytes(op, read, written, compiled=self.compiled)
             bandwidth = min(self.machine.elementwise_bandwidth, self.machine.memory_bandwidth)
-            return nbytes[0] / bandwidth, nbytes[1] / bandwidth
+            return forward / bandwidth, backward / bandwidth
+        memory = self.traffic(op, choice) / self.machine.memory_bandwidth
         if op.node.target == ATTENTION:
             rate = min(self.machine.attention_flops, self.machine.flops)
-            forward = self.flops(op, choice) / rate
-            memory = self.traffic(op, choice) / self.machine.memory_bandwidth
-            return max(forward, memory), max(forward, memory) * op.backward_ratio
-        return self._products(op, choice)
+            forward = max(self.flops(op, choice) / rate, memory)
+            return forward, forward * ATTENTION_BACKWARD * op.trains
+        forward, *gradients = self._products(op, choice)
+        needed = [value.needs_grad and op.trains for value in op.operands[:2]]
+        backward = sum(max(seconds, memory) for seconds, needs in zip(gradients, needed, strict=False) if needs)
+        return max(forward, memory), backward
 
-    def _products(self, op: Op, choice: Choice) -> tuple[float, float]:
-        """Returns the seconds of an op's products, and of those for the first two operands' gradients."""
-        sizes, itemsize = self._local_sizes(op, choice), op.operands[0].dtype.itemsize
+    def _products(self, op: Op, choice: Choice) -> tuple[float, float, float]:
+        """Returns the seconds of an op's products, and of those for the first and the second operand's gradients."""
         forward, first, second = 0.0, 0.0, 0.0
-        for each in op.products:
-            share = _points(each.divided, sizes) / max(_points(each.divided, op.sizes), 1)
-            rows, columns, depth, batch = (math.prod(sizes.get(f, 1) for f in factors) for factors in each[:4])
-            seconds = partial(product_seconds, self.machine, batch=batch * share, itemsize=itemsize)
+        for rows, columns, depth, batch in self._local_products(op, choice):
+            seconds = partial(product_seconds, self.machine, batch=batch, itemsize=op.operands[0].dtype.itemsize)
             forward += seconds(rows, columns, depth)
             first += seconds(rows, depth, columns)
             second += seconds(depth, columns, rows)
-        memory = self.traffic(op, choice) / self.machine.memory_bandwidth
-        needed = [value.needs_grad for value in op.operands[:2]] if op.backward_ratio else []
-        backward = sum(max(s, memory) for s, needs in zip((first, second), needed, strict=False) if needs)
-        return max(forward, memory), backward
+        return forward, first, second
 
     def is_recomputed(self, node: fx.Node) -> bool:
         """Returns whether backward recomputes the values of an op."""
@@ -166,11 +168,16 @@ class CostModel:
 
     def flops(self, op: Op, choice: Choice) -> float:
         """Returns the FLOPs of an op's products in forward, on the rank with the most work."""
-        sizes, flops = self._local_sizes(op, choice), 0.0
+        flops = sum(2.0 * math.prod(sizes) for sizes in self._local_products(op, choice))
+        return flops / 2 if op.is_causal else flops
+
+    def _local_products(self, op: Op, choice: Choice) -> Iterator[tuple[float, float, float, float]]:
+        """Yields rows, columns and depth of an op's products, and their number, on the rank with the most work."""
+        sizes = self._local_sizes(op, choice)
         for each in op.products:
             share = _points(each.divided, sizes) / max(_points(each.divided, op.sizes), 1)
-            flops += 2 * math.prod(sizes.get(axis, 1) for axis in each.axes) * share
-        return flops / 2 if op.is_causal else flops
+            rows, columns, depth, batch = (math.prod(sizes.get(f, 1) for f in factors) for factors in each[:4])
+            yield rows, columns, depth, batch * share
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """Returns the sizes of a row's factors on the first rank, which has the largest slices."""
@@ -192,7 +199,7 @@ class CostModel:
 
         It saves floating-point operands that ops compute, unless the op is linear in all operands.
         """
-        if not op.backward_ratio or op.is_view or op.is_linear or self.is_recomputed(op.node):
+        if not op.trains or op.is_view or op.is_linear or self.is_recomputed(op.node):
             return 0.0
         kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
                 if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip

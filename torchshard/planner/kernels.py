@@ -1,7 +1,7 @@
 """How long kernels take on a machine: products by their shape, and the bytes that other ops read and write.
 
-A compiler fuses the ops between two products into one kernel, which reads what comes from outside and writes what
-others need; without one, each op reads its operands and writes its results. docs/planning.md has the formulas.
+Without a compiler, each op reads its operands and writes its results. A compiler fuses the ops between two products
+into one kernel, which keeps intermediate values out of memory. docs/planning.md has the formulas.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from torchshard.custom_ops.whole import entry
+from torchshard.ir.effects import only_looks
 from torchshard.ir.graph import is_tensor_op, operands
 from torchshard.ops import is_collective
 from torchshard.planner.constants import FUSED
-from torchshard.planner.properties import LOOKUPS, PRODUCTS, Op, is_view
+from torchshard.planner.properties import LOOKUPS, PRODUCTS, Op
 from torchshard.plans.machine import TILE, Machine
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ def note_fusion(graph: fx.Graph) -> None:
         before = [depths[n] + ("fused" not in n.meta and n.op == "call_function") for n in node.all_input_nodes]
         depths[node] = max(before, default=0)
         node.meta.pop("fused", None)
-        if is_view(node):
+        if only_looks(node):
             of = node.all_input_nodes[0]
             depths[node] = depths[of]
             if "fused" in of.meta:
@@ -66,9 +67,10 @@ def note_fusion(graph: fx.Graph) -> None:
             node.meta["fused"] = depths[node]
 
 
-def fusion_of(node: fx.Node) -> object:
+def fusion_of(node: fx.Node) -> tuple[object, ...]:
     """Returns what an op's traffic depends on beside its values: which are in its kernel, and how many ops use them."""
-    return [(_is_within(each, node), len([*_users(each)])) for each in operands(node)], len(_products_after(node))
+    around = ((_is_within(each, node), len([*_users(each)])) for each in operands(node))
+    return *around, len(_products_after(node))
 
 
 def kernels_of(op: Op, *, compiled: bool) -> tuple[int, int]:
@@ -81,13 +83,13 @@ def kernels_of(op: Op, *, compiled: bool) -> tuple[int, int]:
 
 def computed_gradients(op: Op) -> list[bool]:
     """Returns of which operands backward computes the gradient: a sum's have the result's, unless one repeats."""
-    if not op.node.meta.get("needs_grad"):
+    if not op.trains:
         return [False] * len(op.operands)
     passed_on = op.results[0].shape if op.node.target in PASSED_ON else None
     return [value.needs_grad and value.shape != passed_on for value in op.operands]
 
 
-def traffic(op: Op, read: Sequence[float], written: Sequence[float], *, compiled: bool) -> tuple[float, float]:
+def moved_bytes(op: Op, read: Sequence[float], written: Sequence[float], *, compiled: bool) -> tuple[float, float]:
     """Returns the bytes that an op without products reads and writes in forward, and in backward.
 
     Backward reads the gradient of the result, and the operands unless the op is linear, and writes the operands'
@@ -97,25 +99,25 @@ def traffic(op: Op, read: Sequence[float], written: Sequence[float], *, compiled
         read, written: the bytes of each operand and of each result.
     """
     gradient = sum(size for size, value in zip(written, op.results, strict=True) if value.dtype.is_floating_point)
-    trains = bool(op.node.meta.get("needs_grad"))
     if op.node.target in LOOKUPS:
-        return 2 * gradient, 3 * gradient * trains
+        return 2 * gradient, 3 * gradient * op.trains
     if compiled:
-        return _fused(op, read, sum(written), gradient * trains)
+        return _fused(op, read, sum(written), gradient * op.trains)
     saved = 0.0 if op.is_linear else sum(read)
     computed = [size for size, gets in zip(read, computed_gradients(op), strict=True) if gets]
     times = len(computed) if _is_pointwise(op) else min(len(computed), 1)
     backward = (gradient + saved) * times + sum(computed)
     for size, node, value in zip(read, op.inputs, op.operands, strict=True):
         users = len([*_users(node)])
-        backward += 3 * size * (users - 1) / users * (trains and value.needs_grad)
+        backward += 3 * size * (users - 1) / users * (op.trains and value.needs_grad)
     return sum(read) + sum(written), backward
 
 
 def _fused(op: Op, read: Sequence[float], written: float, gradient: float) -> tuple[float, float]:
     """Returns the bytes that an op adds to the kernel that it is fused into, in forward and in backward.
 
-    What another kernel of fused ops computes was written for this one, which writes its gradient for that one to read.
+    If another fused kernel computes an operand, it writes the operand for this one, and reads the gradient that this
+    one writes.
     """
     forward = backward = FUSED * (sum(read) + written)
     for size, node, value in zip(read, op.inputs, op.operands, strict=True):
@@ -145,7 +147,7 @@ def _products_after(node: fx.Node) -> list[fx.Node]:
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     """Returns what uses a value, or a view of it."""
     for user in node.users:
-        if is_view(user):
+        if only_looks(user):
             yield from _users(user)
         else:
             yield user

@@ -42,7 +42,7 @@ def predict(
                 id(node_row(node) or node),
                 id(choice),
                 _flows(node),
-                str(fusion_of(node)),
+                fusion_of(node),
                 model.is_recomputed(node),
             )
             if key not in known:

@@ -6,7 +6,6 @@ Dynamic sizes have the example inputs' values.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from torchshard.core.rows import Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
+from torchshard.ir.effects import only_looks
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import bound_args, is_weight, node_row, operands, values
@@ -111,6 +111,8 @@ LOOKUPS = {aten.embedding.default}
 
 
 ATTENTION = aten.scaled_dot_product_attention.default
+ATTENTION_BACKWARD = 2.5
+"""The work of attention's backward over its forward's, five products instead of two: Dao, "FlashAttention-2" (2023)."""
 
 
 @dataclass(frozen=True)
@@ -164,14 +166,6 @@ class Value:
         return self.nbytes * largest_share(layout, self.shape, ranks)
 
 
-def is_view(node: fx.Node) -> bool:
-    """Returns whether an op's results share its operand's memory, or a node is one of several results."""
-    if node.target is operator.getitem:
-        return True
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 NO_TENSOR = Value((), torch.int64, 0, False)
 """The Value of a result that is a number or a list."""
 
@@ -207,7 +201,12 @@ class Op:
     @property
     def is_view(self) -> bool:
         """Whether the result shares the operand's memory."""
-        return is_view(self.node)
+        return only_looks(self.node)
+
+    @property
+    def trains(self) -> bool:
+        """Whether a gradient flows back through it."""
+        return bool(self.node.meta.get("needs_grad"))
 
     @property
     def is_causal(self) -> bool:
@@ -219,17 +218,6 @@ class Op:
         """Whether it is linear in all of its operands together, so that backward needs none of them."""
         linear = self.row.options.linear if self.row is not None else ()
         return any(len(together) == len(self.inputs) for together in linear)
-
-    @property
-    def backward_ratio(self) -> float:
-        """The backward's work as a multiple of the forward's."""
-        if not self.node.meta.get("needs_grad"):
-            return 0.0
-        if self.node.target == ATTENTION:
-            return 2.5  # five products instead of two: Dao, "FlashAttention-2" (2023)
-        if self.products:
-            return float(min(sum(value.needs_grad for value in self.operands), 2))
-        return 1.0
 
 
 def _weight_gradients(node: fx.Node) -> float:

@@ -8,7 +8,6 @@ and views are left out.
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch import fx
 from torchshard.core.conversions import kernels
 from torchshard.core.paths import is_part, layer_of
 from torchshard.custom_ops.whole import entry
-from torchshard.ir.effects import is_view
+from torchshard.ir.effects import only_looks
 from torchshard.ir.graph import is_float, is_weight, op_name, values
 from torchshard.ir.listing import is_within
 from torchshard.ops import is_collective
@@ -111,7 +110,7 @@ def stations(graph: fx.Graph, module: str) -> list[Station]:
     for _, run in groupby(inside, _run_key(inside)):
         nodes: list[fx.Node] = []
         for node in run:
-            if _only_looks(node) and not any(n in nodes for n in node.all_input_nodes):
+            if only_looks(node) and not any(n in nodes for n in node.all_input_nodes):
                 of[node] = list(dict.fromkeys(s for n in taken(node) for s in came_from(n)))
             else:
                 nodes.append(node)
@@ -119,7 +118,7 @@ def stations(graph: fx.Graph, module: str) -> list[Station]:
             sources = dict.fromkeys(s for n in nodes for t in taken(n) if t not in nodes for s in came_from(t))
             given = (s for n in nodes if not is_join(n) for s in n.all_input_nodes)
             weights = dict.fromkeys(s for s in given if is_parameter(s))
-            last = next(n for n in reversed(nodes) if not _only_looks(n))
+            last = next(n for n in reversed(nodes) if not only_looks(n))
             one = Station(_label(nodes, module, inside), last, nodes, [*weights], [*sources])
             made.append(one)
             of |= {node: [one] for node in nodes}
@@ -128,10 +127,6 @@ def stations(graph: fx.Graph, module: str) -> list[Station]:
 
 def _is_held(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["kind"] != "input"
-
-
-def _only_looks(node: fx.Node) -> bool:
-    return node.target is operator.getitem or is_view(node)
 
 
 def _is_alone(node: fx.Node) -> bool:
@@ -161,10 +156,10 @@ def _label(nodes: list[fx.Node], module: str, inside: list[fx.Node]) -> str:
     if is_join(nodes[0]):
         return op_name(nodes[0])
     path = _module(nodes[0])
-    others = (n for n in inside if is_part(_module(n), path) and n not in nodes and not _only_looks(n))
+    others = (n for n in inside if is_part(_module(n), path) and n not in nodes and not only_looks(n))
     if path != module and (any(map(_multiplies_weight, nodes)) or all(map(is_join, others))):
         return path.rpartition(".")[2]
-    ops = (n for n in nodes if not _only_looks(n))
+    ops = (n for n in nodes if not only_looks(n))
     names = list(dict.fromkeys(NAMES.get(op_name(n), op_name(n)) for n in ops))
     return " ".join(names[:MOST_OPS]) + (" …" if len(names) > MOST_OPS else "")
 
