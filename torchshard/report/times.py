@@ -42,7 +42,7 @@ class Share:
 
 
 def shares(plan: Plan) -> list[Share]:
-    """The time of a step by layers, in model order, followed by collectives over the batch's axes.
+    """The time of a step by layers, in model order; on a mesh then the rest, the batch axes' collectives last.
 
     Layers with equal names share an entry.
     """
@@ -61,6 +61,8 @@ def shares(plan: Plan) -> list[Share]:
     for c in over_weights:
         share(c.place).waits += c.seconds
         share(c.place).hidden += sum(sent.hidden for sent in c.sent)
+    if plan.costs.step is not None:
+        found |= {name: Share(name, {name}, waits=seconds) for name, seconds in plan.costs.beside.items() if seconds}
     waits = plan.step_seconds["collectives over the batch's axes"]
     if waits or plan.hidden_seconds > 0:
         found[BATCH] = Share(BATCH, {BATCH}, waits=waits, hidden=max(plan.hidden_seconds, 0.0))

@@ -98,13 +98,15 @@ def course(charts: Charts, longest: float) -> str:
     lanes = [*dict.fromkeys([COMPUTES, SENDS, *(event.lane for span in charts.ways for event in span.events)])]
     if not spans:
         return ""
-    height, parts = 14, list[str]()
+    height, parts, within = 14, list[str](), f"{charts.layer.replace('.', '_')}_"
     for way, span in spans.items():
         parts.append(_line(LEFT, height + 2, f"{way}, {time_text(span.seconds)}"))
         for number, name in enumerate(lanes):
             top = height + 10 + number * LANE
             parts.append(_line(0, top + 14, name))
-            parts += (_event(e, top, WIDE / longest, span.seconds) for e in span.events if e.lane == name)
+            kind = name if name in (COMPUTES, SENDS) else "over"
+            events = "".join(_event(e, within, WIDE / longest, span.seconds) for e in span.events if e.lane == name)
+            parts.append(f'<g class="{kind}" transform="translate({LEFT} {top})">{events}</g>')
         height += len(lanes) * LANE + 30
     told = "; ".join(f"{way} {time_text(span.seconds)}" for way, span in spans.items())
     note = f"<p>{BESIDE}</p>" if len(lanes) > 2 else ""
@@ -115,20 +117,21 @@ def course(charts: Charts, longest: float) -> str:
     )
 
 
-def _event(event: Event, top: float, scale: float, seconds: float) -> str:
-    """Draws an event, cut to the first `seconds` of its span."""
+def _event(event: Event, within: str, scale: float, seconds: float) -> str:
+    """Draws an event in its lane, cut to the first `seconds` of its span.
+
+    Args:
+        within: what the names of the layer's own ops begin with.
+    """
     start, end = (min(max(time, 0.0), seconds) * scale for time in (event.start, event.end))
     if end - start < NARROWEST:
         return ""
     of_other = "" if event.is_own else ", not of this layer"
-    tip = f"{event.name}, {event.of}: {time_text(event.seconds)}{of_other}"
+    tip = f"{event.name}, {event.of.removeprefix(within)}: {time_text(event.seconds)}{of_other}"
     fits = end - start > 6.5 * len(event.name)
-    inner = f'<text x="{LEFT + start + 3:.1f}" y="{top + 13}">{escape(event.name)}</text>' if fits else ""
-    kind = event.lane if event.lane in (COMPUTES, SENDS) else "over"
-    return (
-        f'<g><title>{escape(tip)}</title><rect class="{kind}{"" if event.is_own else " other"}" x="{LEFT + start:.1f}" '
-        f'y="{top}" width="{end - start:.1f}" height="{LANE - 4}"/>{inner}</g>'
-    )
+    inner = f'<text x="{start + 3:.1f}" y="13">{escape(event.name)}</text>' if fits else ""
+    other = "" if event.is_own else ' class="other"'
+    return f'<g><title>{escape(tip)}</title><rect{other} x="{start:.1f}" width="{end - start:.1f}"/>{inner}</g>'
 
 
 def _line(x: float, y: float, text: str) -> str:

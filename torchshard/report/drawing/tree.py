@@ -186,8 +186,9 @@ class _Tree:
         elif side.is_bookkeeping(row):
             kind = "row book"
         label, detail, type_ = map(escape, _text(row))
+        told = f"<i>{detail}</i>" if detail else ""
         return (
-            f'<div class="{kind}" id="{side.ids[row.nodes[0]]}"><b>{sign}{label}</b><i>{detail}</i>'
+            f'<div class="{kind}" id="{side.ids[row.nodes[0]]}"><b>{sign}{label}</b>{told}'
             f'<u class="{row.kind}">{type_}</u></div>'
         )
 
