@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from pathlib import Path
@@ -159,11 +160,15 @@ def _saves_by(rank: int, folder: str, port: int) -> bool:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         dist.barrier()
-        with Path(store.path).open("ab") as file:
-            file.write(b"\x01")
+        if rank == 0:
+            with Path(store.path).open("ab") as file:
+                file.write(b"\x01")
         dist.barrier()
     ts.save(folder, model)
     dist.barrier()  # rank 0 has removed the ranks' messages
+    if not port and rank == 0:  # PyTorch reads the file again when it destroys the store, and would wait for the rest
+        os.truncate(store.path, Path(store.path).stat().st_size - 1)
+    dist.barrier()
     names = {path.name for path in Path(folder).glob("data-*/*")}
     return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -42,7 +43,8 @@ class Counting:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(vars(value) if dataclasses.is_dataclass(value) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _gradients(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[list[Tensor], Any]:
