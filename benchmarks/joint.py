@@ -42,7 +42,6 @@ from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
 from torchshard.planner.search import expand_to_all_layers, most_weights, solve_within_budget
 from torchshard.planner.solver import Solution, Solver
-from torchshard.plans.costs import Costs
 from torchshard.plans.machines import MachineName
 from torchshard.plans.objective import read_aim
 from torchshard.plans.plan import Plan
@@ -166,9 +165,8 @@ class Joint:
         with sizes_as(self.problem.sizes):
             choices, layouts = expand_to_all_layers(graph, self.network, solution)
             conversions = conversions_of(graph, model, choices, layouts)
-            collectives, compute = predict(graph, model, choices, layouts, conversions)
+            costs = predict(graph, model, choices, layouts, conversions)
         held = {name: layout for name, layout in layouts.items() if name in plan.stored}
-        costs = Costs(compute=compute, collectives=tuple(collectives))
         return plan.with_last(choices=choices, parameters=held, conversions=conversions, costs=costs)
 
     def _step(self, plan: Plan) -> float:

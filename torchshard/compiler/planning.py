@@ -221,8 +221,8 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
 
 def _costs(problem: PlanningProblem, plan: AxisPlan, gap: float, memory: Mapping[str, float]) -> Costs:
     graph, model = problem.graph, problem.model
-    collectives, compute = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
-    costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory)
+    predicted = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
+    costs = replace(predicted, gap=gap, memory=memory)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
     if plan.data:
         return costs  # replicated weights are expected here

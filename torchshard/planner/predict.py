@@ -19,7 +19,7 @@ from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel
 from torchshard.planner.kernels import fusion_of
 from torchshard.planner.properties import Op, Value
-from torchshard.plans.costs import Collective, Sent
+from torchshard.plans.costs import Collective, Costs, Sent
 
 
 def predict(
@@ -28,13 +28,13 @@ def predict(
     choices: Mapping[str, Choice],
     parameters: Mapping[str, Layout],
     conversions: Mapping[str, Steps],
-) -> tuple[list[Collective], dict[str, float]]:
-    """Returns a step's collectives in the order of their first consumers, and module -> seconds of computation."""
+) -> Costs:
+    """Returns the collectives of a step, in the order of their first consumers, and its seconds of computation."""
     sizes = size_names(graph)
     collectives: list[Collective] = []
-    compute: dict[str, float] = {}
+    compute, products = dict[str, float](), 0.0
     # layers repeat: equal calls under equal choices are priced once
-    known: dict[object, tuple[float, list[tuple[str, str, Sent, Sent]]]] = {}
+    known: dict[object, tuple[Op, float, list[tuple[str, str, Sent, Sent]]]] = {}
     for node in consumers(graph):
         choice = choices.get(node.name)
         if choice is not None:
@@ -47,8 +47,9 @@ def predict(
             )
             if key not in known:
                 op = Op.of(node)
-                known[key] = (model.seconds(op, choice), model.inside(op, choice))
-            seconds, inside = known[key]
+                known[key] = (op, model.seconds(op, choice), model.inside(op, choice))
+            op, seconds, inside = known[key]
+            products += seconds if op.products else 0.0
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
             collectives += [_within(node, *one) for one in inside]
@@ -56,7 +57,8 @@ def predict(
     for demand in demands_of(graph, choices, parameters):
         collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun, segments)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    return sorted(collectives, key=lambda c: (position[c.consumers[0]], c.is_inside)), compute  # operands come first
+    collectives.sort(key=lambda c: (position[c.consumers[0]], c.is_inside))  # operands come first
+    return Costs(model.machine.name, compute, tuple(collectives), products=products)
 
 
 def in_messages(

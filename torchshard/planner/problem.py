@@ -96,8 +96,7 @@ class PlanningProblem:
         """Returns the costs of these choices and layouts, with the fastest conversions."""
         with sizes_as(self.sizes):
             conversions = conversions_of(self.graph, self.model, choices, parameters)
-            collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)
-        return Costs(compute=compute, collectives=tuple(collectives))
+            return predict(self.graph, self.model, choices, parameters, conversions)
 
 
 class PlannedAxis(NamedTuple):

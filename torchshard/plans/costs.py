@@ -153,6 +153,8 @@ class Costs:
     """The longest context that fits the objective's memory, in tokens, for calls without gradients with a cache."""
     step: float | None = None
     """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
+    products: float = 0.0
+    """Of the seconds of computation, those of matrix products, with convolutions and attention."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """'the slowest host', 'the optimizer', 'copies of slices', 'waiting for the host' -> further seconds of a step."""
 

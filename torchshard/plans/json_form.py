@@ -18,7 +18,7 @@ from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
 from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
 from torchshard.plans.machine import Machine
 
-VERSION = 7
+VERSION = 8
 """The version of the JSON form."""
 
 
@@ -153,6 +153,7 @@ def _costs(body: object) -> Costs:
         {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
         None if fields["context"] is None else is_of(int, fields["context"]),
         None if fields["step"] is None else _number(fields["step"]),
+        _number(fields["products"]),
         _numbers(fields["beside"]),
     )
 
