@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import fx
 
-from torchshard.compiler.memory import memory_of_rank
+from torchshard.compiler.memory import memory_of
+from torchshard.compiler.shortened import Shortened, shortened
 from torchshard.core.layouts import Layout
 from torchshard.core.paths import layer_of, outermost
 from torchshard.core.rows import Choice
+from torchshard.ir.editing import duplicate, in_example_sizes
 from torchshard.ir.effects import growing_sizes
 from torchshard.ir.fake_values import sizes_as
 from torchshard.ir.graph import multiples_of
@@ -42,10 +44,10 @@ class Limit:
     """Cached estimates, by plan."""
 
     def estimate(self, plan: AxisPlan) -> dict[str, float]:
-        """The memory of a plan by kind; see `predicted_memory`."""
+        """The memory of a plan by kind; see `memory_of`."""
         key = tuple(tuple(given.items()) for given in (plan.choices, plan.layouts, plan.conversions)), plan.recompute
         if key not in self._known:
-            self._known[key] = self._memory(self._of_rank(plan))
+            self._known[key] = self._memory(self._of_rank(plan, in_example_sizes))
         return self._known[key]
 
     def longest(self, plan: AxisPlan) -> int | None:
@@ -53,8 +55,8 @@ class Limit:
 
         None if carried values do not grow. The other sizes are as in the example inputs.
         """
-        local = self._of_rank(plan)
-        symbols = growing_sizes(local.graph)
+        local = self._of_rank(plan, duplicate)
+        symbols = growing_sizes(local.module.graph)
 
         def is_too_long(length: int) -> bool:
             with sizes_as(dict.fromkeys(symbols, length)):
@@ -67,12 +69,31 @@ class Limit:
             end *= 2
         return bisect_left(range(end), True, key=is_too_long) - 1
 
-    def _memory(self, local: fx.GraphModule) -> dict[str, float]:
-        return memory_of_rank(local, self.slices, keeps_gathered=self.keeps_gathered)
+    def _memory(self, local: Shortened) -> dict[str, float]:
+        return memory_of(local, self.slices, keeps_gathered=self.keeps_gathered)
 
-    def _of_rank(self, plan: AxisPlan) -> fx.GraphModule:
-        """The graph of the first rank, which stores the most."""
-        return localized(rewrite(self.module, plan), plan.axis.simulated()[0])
+    def _of_rank(self, plan: AxisPlan, copied: Callable[[fx.GraphModule], fx.GraphModule]) -> Shortened:
+        """The graph of the first rank, which stores the most.
+
+        Args:
+            copied: copies the graph, with dynamic sizes or without.
+        """
+
+        def local(module: fx.GraphModule) -> fx.GraphModule:
+            return localized(copied(rewrite(module, plan)), plan.axis.simulated()[0])
+
+        short = shortened(self.module, self._keys(plan))
+        return replace(short, module=local(short.module), full=lambda: local(self.module))
+
+    def _keys(self, plan: AxisPlan) -> dict[fx.Node, object]:
+        """What the layouts of a layer's ops and values are in a plan."""
+        layouts = plan.layouts
+        return {
+            node: (plan.choices.get(node.name), plan.conversions.get(node.name), self.costs.is_recomputed(node))
+            if node.op == "call_function"
+            else (layouts.get(str(node.meta.get("path"))), plan.conversions.get(node.name))
+            for node in self.module.graph.nodes
+        }
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> float:
         """Bytes by which a plan of these choices and layouts exceeds the limit."""

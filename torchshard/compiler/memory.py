@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,14 +18,15 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchshard.compiler.shortened import Shortened, shortened
 from torchshard.compiler.step_memory import call_peak, step_peak
 from torchshard.core.errors import CaptureError
 from torchshard.core.fakes import new_fake_mode
+from torchshard.ir.editing import in_example_sizes
 from torchshard.ir.effects import carried_inputs
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.graph import is_weight, placeholders
-from torchshard.passes import has_backward, localized
-from torchshard.plans.data import AxisPlan
+from torchshard.passes import has_backward
 
 Tree = TypeVar("Tree")
 OPTIMIZER_STATES = 2
@@ -80,41 +82,49 @@ def _shaped(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[
     return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
 
 
-def predicted_memory(graph: fx.GraphModule, plan: AxisPlan) -> dict[str, float]:
-    """Bytes of one step on the rank that stores the most, by kind.
+def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
+    """Bytes of one step on a rank, by kind, read off its graph; see `memory_of`."""
+    keys = {node: _place(node) for node in local.graph.nodes}
+    return memory_of(shortened(local, keys), slices, keeps_gathered=keeps_gathered)
+
+
+def _place(node: fx.Node) -> tuple[object, ...]:
+    """What the memory of a rank's op depends on beside its target, arguments and types."""
+    return (node.meta.get("layouts"), "recompute" in node.meta, node.meta.get("gathered_again"))
+
+
+def memory_of(local: Shortened, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
+    """Bytes of one step of a rank's graph, by kind.
 
     The step is a training step, or a call if no value needs a gradient.
-
-    Args:
-        graph: the graph with its collectives, global sizes.
-
-    Returns:
-        'parameters' (and buffers), 'gradients', 'optimizer', 'caches' (carried values from earlier
-        calls, if any), 'activations' (all other memory at the step's peak, including the values it
-        leaves for later calls), and 'peak', their sum.
-    """
-    return memory_of_rank(localized(graph, plan.axis.simulated()[0]))
-
-
-def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
-    """Bytes of one step of a rank's graph, by kind, as `predicted_memory` returns them.
 
     Args:
         slices: number of slices that later axes, which split the batch, cut each weight's local
             shard into.
         keeps_gathered: whether a weight gathered from these slices is kept until backward has used
             it.
+
+    Returns:
+        'parameters' (and buffers), 'gradients', 'optimizer', 'caches' (carried values from earlier
+        calls, if any), 'activations' (all other memory at the step's peak, including the values it
+        leaves for later calls), and 'peak', their sum.
     """
-    stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
-    held = {n.meta["path"]: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}  # tied ones once
+    local = replace(local, module=in_example_sizes(local.module))
+    graph = local.module.graph
+    stored, held = [n for n in placeholders(graph) if n.meta["kind"] != "input"], dict[str, float]()
+    for node in stored:  # tied ones once
+        times = local.times.get(node.name, 1)
+        held[node.meta["path"]] = times * nbytes(node.meta["val"]) / (slices if is_weight(node) else 1)
     trained = sum(held[path] for path in {n.meta["path"] for n in stored if n.meta["needs_grad"]})
     total = memory_of_weights(sum(held.values()), trained)
-    carried = carried_inputs(local.graph)
+    carried = carried_inputs(graph)
     if carried:
-        total["caches"] = float(sum(nbytes(n.meta["val"]) for n in carried))
+        total["caches"] = float(sum(local.times.get(n.name, 1) * nbytes(n.meta["val"]) for n in carried))
     total["activations"] = max(_peak(local, slices) - trained, 0.0)
     if slices > 1:
-        whole = sorted(nbytes(n.meta["val"]) for n in stored if is_weight(n))
+        whole = sorted(
+            size for n in stored if is_weight(n) for size in local.times.get(n.name, 1) * [nbytes(n.meta["val"])]
+        )
         total["activations"] += sum(whole if keeps_gathered else whole[-UNITS:])
     return total | {"peak": sum(total.values())}
 
@@ -129,14 +139,14 @@ def memory_of_weights(held: float, trained: float) -> dict[str, float]:
     return {"parameters": float(held), "gradients": float(trained), "optimizer": float(OPTIMIZER_STATES * trained)}
 
 
-def _peak(local: fx.GraphModule, slices: int) -> float:
+def _peak(local: Shortened, slices: int) -> float:
     """Peak bytes without parameters, buffers and inputs, but with gradients."""
-    if not any(node.meta.get("needs_grad") for node in local.graph.nodes):
+    if not any(node.meta.get("needs_grad") for node in local.module.graph.nodes):
         return call_peak(local)
-    if has_backward(local):
+    if has_backward(local.module):
         with contextlib.suppress(NotImplementedError, CaptureError):
             return step_peak(local, slices)
-    return _peak_under_autograd(local)
+    return _peak_under_autograd(local.full())
 
 
 def _peak_under_autograd(local: fx.GraphModule) -> float:

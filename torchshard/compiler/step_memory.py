@@ -18,6 +18,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
+from torchshard.compiler.shortened import Gap, Shortened
 from torchshard.ir.effects import is_view
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.graph import is_float, is_weight, placeholders, results_of, values
@@ -39,6 +40,11 @@ class _Memory:
     _held: float = 0.0
     _sizes: dict[Block, int] = field(default_factory=dict)
     _holders: Counter[Block] = field(default_factory=Counter)
+    gaps: Sequence[Gap] = ()
+    """The layers that the graphs lack."""
+    _passed: dict[tuple[int, bool], tuple[int, float]] = field(default_factory=dict)
+    """(number of a gap, whether in backward) -> the first of the layers beside it that was reached, and the bytes held
+    then; -1 once the gap was passed too."""
 
     def new(self, size: int) -> Block:
         """Allocates a block; the caller adds the first reference."""
@@ -48,9 +54,9 @@ class _Memory:
         self.peak = max(self.peak, self._held)
         return block
 
-    def shrink(self, block: Block, size: int) -> None:
-        """Changes a block to a smaller size."""
-        self._held -= self._sizes[block] - size
+    def shrink(self, block: Block, size: int, times: int) -> None:
+        """Changes a block to a smaller size, which stands for some equal ones."""
+        self._held -= times * (self._sizes[block] - size)
         self._sizes[block] = size
 
     def hold(self, blocks: Iterable[Block | None]) -> None:
@@ -65,7 +71,9 @@ class _Memory:
                 if not self._holders[block]:
                     self._held -= self._sizes[block]
 
-    def run(self, graph: fx.Graph, arguments: Sequence[Block | None]) -> list[Block | None]:
+    def run(
+        self, graph: fx.Graph, arguments: Sequence[Block | None], *, in_backward: bool = False
+    ) -> list[Block | None]:
         """Runs a graph, and consumes one of the caller's references to each argument.
 
         Returns:
@@ -82,6 +90,7 @@ class _Memory:
                 ends = [places[r][0] if isinstance(r, fx.Node) else None for r in results_of(graph)]
                 self.hold(ends)
             else:
+                self._pass(node, in_backward)
                 places[node] = self._places(node, places)
                 self.hold(places[node])
             for used in (n for n in node.all_input_nodes if last[n] is node):
@@ -89,6 +98,19 @@ class _Memory:
             if node not in last and node.op != "output":
                 self.release(places[node])
         return ends
+
+    def _pass(self, node: fx.Node, in_backward: bool) -> None:
+        """Adds the bytes of a gap's layers as soon as two of the layers beside it show what each adds."""
+        names = (node.name, *node.meta.get("gradient_of", ()), node.meta.get("inside", ""))
+        for number, gap in enumerate(self.gaps):
+            layer = next((i for i, inside in enumerate(gap.inside) if not inside.isdisjoint(names)), None)
+            if layer is None:
+                continue
+            first, held = self._passed.setdefault((number, in_backward), (layer, self._held))
+            if layer != first >= 0:
+                self._held += gap.count * (self._held - held)
+                self.peak = max(self.peak, self._held)
+                self._passed[number, in_backward] = (-1, held)
 
     def _places(self, node: fx.Node, places: Mapping[fx.Node, Blocks]) -> Blocks:
         if node.target is operator.getitem:
@@ -137,16 +159,16 @@ def _moved(begin: object, args: OpArgs, shape: Sequence[int], strides: Sequence[
     return _Moved(tuple(sizes), [*held].index(of_result) if of_result in held else None)
 
 
-def call_peak(local: fx.GraphModule) -> float:
+def call_peak(local: Shortened) -> float:
     """Peak bytes of one call of a rank without gradients: its results and temporary values."""
-    memory = _Memory()
-    arguments = [memory.new(0) for _ in placeholders(local.graph)]
+    memory = _Memory(gaps=local.gaps)
+    arguments = [memory.new(0) for _ in placeholders(local.module.graph)]
     memory.hold([*arguments, *arguments])  # the caller keeps a reference
-    memory.run(local.graph, arguments)
+    memory.run(local.module.graph, arguments)
     return memory.peak
 
 
-def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
+def step_peak(local: Shortened, slices: int = 1) -> float:
     """Peak bytes of one training step of a rank: activations, gradients and temporary values.
 
     The gradient starts at the first scalar result, as a loss is, or at all results. Parameters,
@@ -159,9 +181,10 @@ def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
     Raises:
         NotImplementedError, CaptureError: a backward graph can't be made.
     """
-    parts = segments(local)
+    module = local.module
+    parts = segments(module)
     graphs = {number: step_graphs(part.graph) for number, part in enumerate(parts) if not part.is_view}
-    memory = _Memory()
+    memory = _Memory(gaps=local.gaps)
     blocks: dict[str, Block | None] = defaultdict(partial(memory.new, 0))
     """Name of a value -> its memory; the caller's values count zero bytes."""
     saved: dict[int, list[Block | None]] = {}
@@ -174,13 +197,13 @@ def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
         ends = memory.run(graphs[number].forward.graph, taken)
         blocks |= zip(part.results, ends, strict=False)
         saved[number] = ends[len(part.results) :]
-    wanted = {node.name: memory.new(nbytes(node.meta["val"])) for node in _losses(local)}
+    wanted = {node.name: memory.new(nbytes(node.meta["val"])) for node in _losses(module)}
     memory.hold(wanted.values())
-    weights = {n.name: nbytes(n.meta["val"]) for n in placeholders(local.graph) if is_weight(n)}
+    weights = {n.name: nbytes(n.meta["val"]) for n in placeholders(module.graph) if is_weight(n)}
     for number, part in reversed([*enumerate(parts)]):
         _backward(memory, part, graphs.get(number), saved.get(number, []), wanted)
         for name in weights.keys() & wanted.keys() & set(part.arguments):
-            memory.shrink(wanted[name], weights[name] // slices)
+            memory.shrink(wanted[name], weights[name] // slices, local.times.get(name, 1))
     return memory.peak
 
 
@@ -207,7 +230,7 @@ def _backward(
     arguments = [by_name[name] for name in for_given.saved]
     memory.release(block for name, block in by_name.items() if name not in for_given.saved)
     memory.hold(taken.values())  # autograd keeps them until the segment's backward has run
-    found = memory.run(for_given.backward.graph, [*arguments, *taken.values()])
+    found = memory.run(for_given.backward.graph, [*arguments, *taken.values()], in_backward=True)
     memory.release(taken.values())
     for name, block in zip(part.arguments, found, strict=True):
         if block is not None and wanted.setdefault(name, block) != block:

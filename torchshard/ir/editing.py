@@ -14,8 +14,9 @@ from torch import fx, nn
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import RuleError, ShardError, in_short
+from torchshard.core.fakes import new_fake_mode
 from torchshard.ir.effects import writes
-from torchshard.ir.fake_values import fake_value
+from torchshard.ir.fake_values import fake_value, in_numbers
 from torchshard.ir.graph import ORIGIN, fake_mode, is_float, values, where
 from torchshard.ops import is_collective
 
@@ -114,6 +115,28 @@ def duplicate(module: fx.GraphModule) -> fx.GraphModule:
         copies[node] = result.graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = copy.copy(node.meta)
     return result
+
+
+def in_example_sizes(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a graph for the example inputs' sizes only; ops on its values take a third of the time.
+
+    All copies of a captured graph have one fake mode, and recordings of their own, which hold its values.
+    """
+    known = module.meta.setdefault("recordings", {})
+    if known.get("are in example sizes"):
+        return module
+    made, values = duplicate(module), dict[int, object]()
+    mode, made.meta["recordings"] = known.setdefault(
+        "in example sizes", (new_fake_mode(), {"are in example sizes": True})
+    )
+    with mode:
+        for node in made.graph.nodes:
+            if "val" in node.meta:
+                val = node.meta["val"]
+                if id(val) not in values:
+                    values[id(val)] = in_numbers(val)
+                node.meta["val"] = values[id(val)]
+    return made
 
 
 def empty_module(meta: Mapping[str, object]) -> fx.GraphModule:

@@ -33,7 +33,9 @@ def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, f
     try:
         keys = constraints.differences(graph)
         keys |= {node: (keys.get(node), "recomputed") for node in graph.nodes if costs.is_recomputed(node)}
-        return _Builder(graph, costs, constraints, Folded.of(graph, keys, fold=fold)).network
+        folded = Folded.of(graph, keys, fold=fold)
+        folded.share_rows()
+        return _Builder(graph, costs, constraints, folded).network
     except UnevenError as error:
         log.info("repeated blocks are planned one by one: %s", error)
         return build(graph, costs, constraints, fold=False)

@@ -35,12 +35,14 @@ class Folded:
         """
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         position = {node: i for i, node in enumerate(nodes)}
-        folded = Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
-        for i, node in enumerate(nodes):
+        return Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
+
+    def share_rows(self) -> None:
+        """Gives all nodes the rows of those that represent them."""
+        for i, node in enumerate(self.nodes):
             # a WholeCall's row has a replacement for this call only, so each node keeps its own row
-            if folded.representative(i) != i and is_tensor_op(node) and not isinstance(node.target, WholeCall):
-                node.meta["row"] = node_row(nodes[folded.representative(i)])
-        return folded
+            if self.representative(i) != i and is_tensor_op(node) and not isinstance(node.target, WholeCall):
+                node.meta["row"] = node_row(self.nodes[self.representative(i)])
 
     def representative(self, position: int) -> int:
         """Returns the position of the planned node that represents the node at a position."""
