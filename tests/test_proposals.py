@@ -114,6 +114,29 @@ def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -
     assert header.split()[:2] == ["mesh", "time"] and len(rows) == 3
 
 
+def test_a_call_is_captured_once_and_each_mesh_is_told_as_it_is_planned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "torchshard.compiler"):
+        found = ts.meshes(Wide(), example_inputs=(torch.randn(8, 8),), mesh=4)
+    texts = [record.getMessage() for record in caplog.records]
+    assert sum(text.startswith("capture:") for text in texts) == 1
+    told = [text for text in texts if text.split(":")[0] in ("dp=4", "dp=2", "tp=4")]
+    assert sorted(told) == sorted(map(str, found)) and all("products" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "host", "hosts"), [(16, 4, [(4, 1), (2, 2)]), (4, 4, []), (6, 4, []), (8, 2, [(2, 1)])]
+)
+def test_several_hosts_may_each_hold_all_weights(ranks: int, host: int, hosts: list[tuple[int, int]]) -> None:
+    machine = dataclasses.replace(ts.MACHINES["cpu-gloo"], domain=host)
+    found = ts.meshes(Wide(), example_inputs=(torch.randn(32, 8),), mesh=ranks, objective={"machine": machine})
+    of_hosts = [each.mesh for each in found if "hosts" in each.mesh]
+    expected = [
+        {"hosts": (ranks // host, "replicate"), "fsdp": (fsdp, "shard")} | ({"tp": tp} if tp > 1 else {})
+        for fsdp, tp in hosts
+    ]
+    assert sorted(map(str, of_hosts)) == sorted(map(str, expected))
+
+
 def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Returns a model and its example inputs."""
     return Wide(), (torch.randn(4, 8),)

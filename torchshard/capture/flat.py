@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
+from torchshard.capture.assumptions import Assumption, assumption, divided_sizes, multiples
 from torchshard.capture.call_arguments import flatten_call
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.conditions import Condition, Number
@@ -165,7 +165,7 @@ def captured_flat(
     # Drops the modules and attributes of the exported program, which the graph does not use.
     graph = duplicate(fx.GraphModule(nn.Module(), graph.graph))
     sizes = divided_sizes(graph.graph, divided)
-    graph.meta["multiples"] = frozenset(size for size, known in sizes.items() if known.fits)
+    graph.meta["multiples"] = multiples(graph.graph, divided)
     return Captured(
         graph=graph,
         inputs=inputs,

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TextIO
 
 
 @contextlib.contextmanager
@@ -51,6 +51,9 @@ class ProgressBar(Protocol):
     def update(self) -> object:
         """Advances the bar by one stage."""
 
+    def write(self, s: str, file: TextIO) -> object:
+        """Prints a line above the bar."""
+
 
 class Follow(logging.Handler):
     """Advances a bar with each logged stage."""
@@ -60,5 +63,8 @@ class Follow(logging.Handler):
         self.bar = bar
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_result", False):
+            self.bar.write(record.getMessage(), sys.stderr)
+            return
         self.bar.set_description_str(record.getMessage())
         self.bar.update()

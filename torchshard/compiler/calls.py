@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,17 +11,24 @@ import torch
 from torch import nn
 
 from torchshard.capture import flatten_call
+from torchshard.capture.assumptions import multiples
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler import batches
-from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
+from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints, read_plan
 from torchshard.compiler.meshes import read_mesh
-from torchshard.compiler.program import program
+from torchshard.compiler.prepare import prepared
+from torchshard.compiler.program import Program, asked_again, program
+from torchshard.compiler.question import Question
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Mesh
+from torchshard.ir.data import graph_data, graph_from
+from torchshard.ir.sizes import equal_sizes
 from torchshard.plans.objective import Aim, ObjectiveLike, read_aim
 from torchshard.plans.plan import Plan
 from torchshard.plans.proposals import Proposal, Proposals, meshes
+
+log = logging.getLogger("torchshard.compiler")
 
 
 def plan_call(
@@ -62,10 +71,11 @@ def plan_call(
 def plan_meshes(
     model: nn.Module, plan: PlanLike, args: Sequence[object], kwargs: Mapping[str, object] | None, size: int, aim: Aim
 ) -> Proposals:
-    """Plans a call with the batch of all ranks on each mesh of a number of ranks.
+    """Plans a call with the batch of all ranks on each mesh of a number of ranks; logs each as soon as it is planned.
 
     A mesh gets the plan without a memory limit if that fits, otherwise one within the limit.
     """
+    call = _Call(model, args, kwargs, is_static=aim.split == "all")
     aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
     found, of_weights = list[Proposal](), dict[int, Plan]()
     for axes in meshes(size, aim.machine.domain):
@@ -74,7 +84,7 @@ def plan_meshes(
             shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
             given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
             try:
-                made = plan_call(model, given, ranks, wanted, args, kwargs, whole_batch=True, with_memory=True)
+                made = call.planned(read_constraints(call.facts, given, ranks, wanted)).priced(with_memory=True)
             except (InputError, PlanError) as error:
                 why = f"{error.what}; try: {error.attempt}"
                 continue
@@ -83,7 +93,42 @@ def plan_meshes(
             if Proposal(axes, made, aim.memory).fits:
                 break
         found.append(Proposal(axes, made, aim.memory, why))
+        log.info("%s", found[-1], extra={"is_result": True})
     return Proposals(found)
+
+
+class _Call:
+    """A call that is captured once, and planned on several meshes.
+
+    Each plan gets a graph with sizes of its own, because planning divides them by the mesh's ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, *, is_static: bool
+    ) -> None:
+        self._call = model, args, kwargs
+        self.facts, self._leaves = ModelFacts.of(model), flatten_call(model, args, kwargs or {})
+        graph = prepared(model, args, kwargs, dynamic=not is_static, repeating=True).graph
+        self._graph = ""
+        try:
+            self._graph = json.dumps(graph_data(graph, equal_sizes(graph)))
+        except ValueError as error:
+            log.info("the model is captured for each mesh: %s", error)
+
+    def planned(self, constraints: Constraints) -> Program:
+        """Plans the call.
+
+        Raises:
+            InputError, PlanError: the batch can't be divided, or no plan fits.
+        """
+        parts = constraints.batch_parts
+        layouts = batches.layouts_of_parts(self._leaves, parts) if parts else {}
+        if not self._graph:
+            model, args, kwargs = self._call
+            return program(model, constraints, args, kwargs, batches=layouts, repeating=True)
+        graph, _ = graph_from(json.loads(self._graph))
+        graph.meta["multiples"] = multiples(graph.graph, constraints.divided)
+        return asked_again(Question(graph, self.facts, constraints, graph.meta["multiples"], batches=layouts))
 
 
 def aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:

@@ -1,7 +1,7 @@
 """A comparison of meshes for a number of ranks: the costs of a step with the same batch on each.
 
-mesh             time     compute  over weights  over batch  memory per rank
-dp=8:shard,tp=8  118 ms   64%      25%           11%         11.2 GiB
+mesh             time    products  other ops  over weights  over batch  beside  memory per rank
+dp=8:shard,tp=8  118 ms  52%       12%        24%           9%          3%      11.2 GiB
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchshard.core.mesh import Holds, mesh_option
 from torchshard.core.units import size_text, time_text
 from torchshard.plans.plan import Plan
 
-HEADER = ("mesh", "time", "compute", "over weights", "over batch", "beside", "memory per rank")
+HEADER = ("mesh", "time", "products", "other ops", "over weights", "over batch", "beside", "memory per rank")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,19 @@ class Proposal:
         """Returns its texts, in the order of HEADER."""
         name = mesh_option(self.mesh)
         if self.plan is None:
-            return (name, "no plan", "", "", "", "", "")
-        parts, peak = [*self.plan.step_seconds.values()], size_text(self.plan.step_memory["peak"])
-        total = sum(parts)
-        shares = (f"{seconds / total if total else 0:.0%}" for seconds in (*parts[:3], sum(parts[3:])))
-        return (name, time_text(total), *shares, peak if self.fits else f"{peak}: too much")
+            return (name, "no plan", *[""] * (len(HEADER) - 2))
+        computation, *collectives = [*self.plan.step_seconds.values()]
+        products, peak = self.plan.costs.products, size_text(self.plan.step_memory["peak"])
+        parts = products, computation - products, *collectives[:2], sum(collectives[2:])
+        shares = (f"{seconds / self.step if self.step else 0:.0%}" for seconds in parts)
+        return (name, time_text(self.step), *shares, peak if self.fits else f"{peak}: too much")
+
+    def __str__(self) -> str:
+        """Returns one line."""
+        name, time, *shares, memory = self.cells()
+        if self.plan is None:
+            return f"{name}: {time}: {self.why}"
+        return f"{name}: {time}, {', '.join(map(' '.join, zip(HEADER[2:-1], shares, strict=True)))}; {memory}"
 
 
 class Proposals(list[Proposal], Notebook):
@@ -72,16 +80,23 @@ class Proposals(list[Proposal], Notebook):
         return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 
 
-def meshes(ranks: int, most: float) -> Iterator[dict[str, int | tuple[int, Holds]]]:
-    """Yields meshes of `ranks` ranks with an axis for the batch, the weights or both.
+def meshes(ranks: int, host: float) -> Iterator[dict[str, int | tuple[int, Holds]]]:
+    """Yields meshes of `ranks` ranks with axes for the batch, the weights or both.
 
     Args:
-        most: the most ranks that may split the weights.
+        host: the most ranks that may split the weights. If there are several hosts, each may also hold all weights,
+            divided over its own ranks (HSDP).
     """
-    for tp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= most):
+    for tp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= host):
         if tp == ranks:
             yield {"tp": tp}
             continue
-        ways: tuple[Holds, ...] = ("replicate", "shard")
-        for holds in ways:
-            yield {"dp": (ranks // tp, holds)} | ({"tp": tp} if tp > 1 else {})
+        of_weights: dict[str, int | tuple[int, Holds]] = {"tp": tp} if tp > 1 else {}
+        of_batch: list[dict[str, int | tuple[int, Holds]]] = [
+            {"dp": (ranks // tp, "replicate")},
+            {"dp": (ranks // tp, "shard")},
+        ]
+        if tp < host < ranks and ranks % host == host % tp == 0:
+            of_batch.append({"hosts": (ranks // int(host), "replicate"), "fsdp": (int(host) // tp, "shard")})
+        for axes in of_batch:
+            yield axes | of_weights
