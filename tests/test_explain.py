@@ -328,3 +328,19 @@ def test_a_collective_within_an_op_has_the_type_of_what_it_sends() -> None:
     plan = ts.plan(lstm, {"": "column"}, example_inputs=(torch.randn(3, 4, 8),), mesh=2)
     types = {c.type for c in plan.costs.collectives if c.is_inside and c.name == "all_gather"}
     assert types and all(text.endswith(",6]") for text in types)
+
+
+@pytest.mark.parametrize("level", ["node", "step"])
+def test_equal_layers_are_listed_once(level: Any) -> None:
+    def listed(count: int, module: str = "") -> str:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)), nn.Linear(8, 4))
+        plan = ts.plan(model, {"*.0": "column"}, (torch.randn(4, 8),), mesh=2)
+        return ts.explain(plan, module, level)
+
+    few, many = listed(12), listed(24)
+    assert len(few.splitlines()) == len(many.splitlines()) < 2 * len(listed(4).splitlines())
+    more = re.findall(r"and (\d+) times more: the same (\d+) lines for ([\d-]+)", many)
+    assert len(more) == (1 if level == "node" else 2)
+    first, last = (int(end) for end in more[0][2].split("-"))
+    assert last - first + 1 == int(more[0][0]) >= 20
+    assert "_10_0" in listed(24, "10") and "times more" not in listed(24, "10")  # each by itself

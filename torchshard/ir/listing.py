@@ -75,19 +75,31 @@ def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "", f
         within: the path of a module, to list only its ops and its children's.
         fits: whether to wrap lines that are too long for the terminal.
     """
-    return lines([node for node in module.graph.nodes if _is_shown(node, within)], sources=sources, fits=fits)
+    return lines(rows_of(shown_nodes(module, within), sources=sources), fits=fits)
 
 
-def lines(nodes: Sequence[fx.Node], *, sources: bool = True, fits: bool = False) -> str:
-    """Returns the lines of some nodes of a graph."""
+def shown_nodes(module: fx.GraphModule, within: str = "") -> list[fx.Node]:
+    """Returns the nodes of a graph that have a line: the ops of a module, or all ops and the results."""
+    return [node for node in module.graph.nodes if is_within(node, within) or (node.op == "output" and not within)]
+
+
+def rows_of(nodes: Sequence[fx.Node], *, sources: bool = True) -> list[list[str]]:
+    """Returns a row for each node: its name, call, types, reason, and the user's line."""
     names = size_names(nodes[0].graph) if nodes else {}
-    rows = [_row(node, sources, names) for node in nodes]
+    return [_row(node, sources, names) for node in nodes]
+
+
+def lines(rows: Sequence[Sequence[str]], *, fits: bool = False) -> str:
+    """Returns rows of `rows_of` as aligned lines; a row of one cell is a line of its own."""
     if fits and any(len(GAP.join(filter(None, row))) > terminal_width() for row in rows):
-        return "\n".join(
-            f"{paragraph(f'{name} {call}', 8)}\n{paragraph(_facts(*facts), 2)}" for name, call, *facts in rows
-        )
-    widths = [min(max(map(len, column)), _MOST_COLUMNS) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+        return "\n".join(row[0] if len(row) == 1 else _wrapped(*row) for row in rows)
+    full = [row for row in rows if len(row) > 1]
+    widths = [min(max(map(len, column)), _MOST_COLUMNS) for column in zip(*full, strict=True)]
+    return "\n".join(row[0] if len(row) == 1 else _line(row, widths) for row in rows)
+
+
+def _wrapped(name: str, call: str, *facts: str) -> str:
+    return f"{paragraph(f'{name} {call}', 8)}\n{paragraph(_facts(*facts), 2)}"
 
 
 def _facts(*facts: str) -> str:
@@ -102,10 +114,6 @@ def _line(row: Sequence[str], widths: Sequence[int]) -> str:
 
 _MOST_COLUMNS = 60
 """The width up to which cells are padded: a longer call must not move all shapes to the right."""
-
-
-def _is_shown(node: fx.Node, within: str) -> bool:
-    return is_within(node, within) or (node.op == "output" and not within)
 
 
 def is_within(node: fx.Node, module: str) -> bool:

@@ -11,9 +11,10 @@ from torchshard.compiler.program import Program
 from torchshard.compiler.what_if import program_of, solutions_of
 from torchshard.core.columns import paragraph
 from torchshard.core.errors import InputError
-from torchshard.ir.listing import is_within, listing
+from torchshard.ir.listing import is_within, shown_nodes
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import batch_text
+from torchshard.report.folding import folded_lines
 from torchshard.report.step import step_graph, step_told
 from torchshard.report.why import expensive_pins, told
 
@@ -38,7 +39,8 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
             it; in between, expensive pins, and ops that values are gathered for, the most expensive
             first; then the collectives of further mesh axes. Or "node", the listing of the graph.
             Or "step", the forward and backward of a rank in execution order: where each collective
-            begins and is waited for, and which values are saved or recomputed.
+            begins and is waited for, and which values are saved or recomputed. Of
+            equal layers, the first one is listed.
         rank: the rank with the graph and step to list, numbered over all mesh axes.
 
     Raises:
@@ -56,7 +58,7 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
             raise _no_op_of(module)
         return "\n".join(step_told(step, rank, module))
     if module or level == "node":
-        found = listing(graph_of(plan, rank), within=module, fits=True)
+        found = folded_lines(shown_nodes(graph_of(plan, rank), module))
         if module and not found:
             raise _no_op_of(module)
         return found

@@ -20,9 +20,10 @@ from torchshard.ir.editing import empty_module
 from torchshard.ir.effects import is_view
 from torchshard.ir.fake_values import nbytes
 from torchshard.ir.graph import placeholders, results_of
-from torchshard.ir.listing import is_within, lines
+from torchshard.ir.listing import is_within
 from torchshard.ops import Begin
 from torchshard.passes import Partition, has_backward, segments, step_graphs
+from torchshard.report.folding import folded_lines
 
 Values = dict[fx.Node | str, fx.Node]
 """A node of a part, or the name of a value that several parts use -> the node of the step."""
@@ -109,11 +110,11 @@ def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str
     again = sum(n.meta["is_again"] for n in filter(_computes, backward))
     ranks = ranks_text(mesh_of(step.graph))
     yield paragraph(f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward")
-    yield lines(forward, fits=True) if forward else ""
+    yield folded_lines(forward) if forward else ""
     yield ""
     run_again = f"; {counted(again, 'op')} of forward run again" if again else ""
     yield paragraph(f"backward: {_sent(backward)}{run_again}")
-    yield lines(backward, fits=True) if backward else ""
+    yield folded_lines(backward) if backward else ""
 
 
 def _sent(nodes: list[fx.Node]) -> str:

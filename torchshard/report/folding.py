@@ -1,0 +1,55 @@
+"""Listings with equal layers shown once: 80 layers are as long to read as one.
+
+* model_layers_0_input_layernorm_copy = copy(...)
+  ...
+  and 79 times more: the same 42 lines for model.layers.1-79
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch import fx
+
+from torchshard.core.paths import layer_of, number_ranges
+from torchshard.ir.listing import lines, rows_of
+from torchshard.planner.repeats import Item, Repetition, find_runs
+
+
+def folded_lines(nodes: Sequence[fx.Node]) -> str:
+    """Returns the lines of some nodes of a graph, fitted to the terminal; those of equal layers only once.
+
+    Layers are equal if their lines differ in the numbers of names alone.
+    """
+    rows = rows_of(nodes)
+    items = [Item(_key(node, row)) for node, row in zip(nodes, rows, strict=True)]
+    shown, last = list[Sequence[str]](), 0
+    for run in find_runs(items):
+        start = _start_of_layer(nodes, run)
+        second = start + run.period
+        more = (run.stop - second) // run.period
+        middles = (second + run.period // 2 + i * run.period for i in range(more))
+        layers = dict.fromkeys(filter(None, (layer_of(nodes[i].meta.get("module", "")) for i in middles)))
+        names = f" for {', '.join(number_ranges(sorted(layers, key=_numbers)))}" if layers else ""
+        shown += [*rows[last:second], [f"  and {more} times more: the same {run.period} lines{names}"]]
+        last = second + more * run.period
+    return lines([*shown, *rows[last:]], fits=True)
+
+
+def _key(node: fx.Node, row: Sequence[str]) -> tuple[str, ...]:
+    """What a node's line says, with a star in place of each number in a name."""
+    name, _, types, why, source = row
+    named = f"{name} = {node.target}{node.args}{node.kwargs} {why}"
+    return re.sub(r"[A-Za-z_]\w*", lambda found: re.sub(r"\d+", "*", found[0]), named), types, source
+
+
+def _numbers(path: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path)]
+
+
+def _start_of_layer(nodes: Sequence[fx.Node], run: Repetition) -> int:
+    """The first position in a run's first block at which a layer begins, or the run's own start."""
+    layers = [layer_of(node.meta.get("module", "")) for node in nodes[: run.start + run.period]]
+    starts = (i for i in range(max(run.start, 1), run.start + run.period) if layers[i] and layers[i] != layers[i - 1])
+    return next(starts, run.start)
