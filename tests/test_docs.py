@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import torchshard as ts
 from tests.helpers import command, nightly
 from torchshard.testing import run_ranks
 
@@ -107,3 +109,23 @@ def test_the_site_has_every_page_and_every_link_leads_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#]+)[^)]*\)", shown):
             if not re.match(r"https?://", link):
                 assert ((ROOT / page).parent / link).exists(), (page, link)
+
+
+def test_machines_err_as_far_as_their_page_shows() -> None:
+    """`Machine.error` is the mean |ratio - 1| of the machine's rows."""
+    runs = _module(ROOT / "benchmarks" / "published.py")
+    rows = [line.strip("| \n").split(" | ") for line in (ROOT / "docs" / "machines.md").read_text().splitlines()]
+    ratios = {
+        row[0]: float(row[3].replace(",", "")) / float(row[2].replace(",", ""))
+        for row in rows
+        if len(row) == 5 and row[4][:1].isdigit()
+    }
+    errors: dict[str, list[float]] = {}
+    for run in (*runs.ROWS, *runs.DECODES):
+        machine = run.machine if isinstance(run.machine, str) else run.machine.name
+        known = {"h200x4": "h200x8", "a100x8-330w": "a100x8"}.get(machine, machine)
+        errors.setdefault(known, []).append(abs(ratios[run.name] - 1))
+    for name, found in errors.items():
+        assert ts.MACHINES[name].error == pytest.approx(sum(found) / len(found), abs=0.006), name  # type: ignore[index]
+    gpus = {name for name in ts.MACHINES if not name.startswith("cpu")}
+    assert {name for name in gpus if math.isfinite(ts.MACHINES[name].error)} == set(errors)

@@ -50,7 +50,7 @@ def _mesh_plan(data: Any = "shard", **objective: Any) -> Plan:
 def test_the_parts_of_a_step_are_the_step(name: str) -> None:
     plan = planned_case(name).program.plan
     parts = shares(plan)
-    assert sum(part.seconds for part in parts) == pytest.approx(plan.costs.seconds)
+    assert sum(part.seconds for part in parts) == pytest.approx(sum(plan.step_seconds.values()))
     assert sum(part.computes for part in parts) == pytest.approx(sum(plan.costs.compute.values()))
     assert sum(span.seconds for span in layer_timeline(plan, "")) == pytest.approx(plan.costs.seconds)
     assert sum(bound.seconds for bound in bounds(plan)) <= plan.costs.seconds * (1 + 1e-9)
@@ -323,9 +323,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
 
 def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> None:
     made = ts.plan(MLP(), {}, example_inputs=(torch.randn(4, 12),), mesh={"dp": (2, "replicate")})
-    assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1 and " of that in collectives" not in str(
-        made
-    )
+    assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1
     costs = dataclasses.replace(made.costs, gap=1.0)
     text = " ".join(str(made.with_last(costs=costs)).split())
     assert f"another plan may be better, by {time_text(1.0)} at most" in text and "budget" not in text

@@ -17,7 +17,7 @@ _MODEL = (
 _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 
 
-_OBJECTIVE = ("machine", "memory", "mode", "recompute", "split")
+_OBJECTIVE = ("machine", "memory", "mode", "optimizer", "recompute", "split")
 _OPTIONS = ("batch", "length", "mesh", *_OBJECTIVE)
 """The arguments of the library's functions, and the fields of their objective, that options set."""
 _ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
@@ -121,6 +121,10 @@ def aim(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--recompute", default=[], action="append", metavar="GLOB", help="what backward computes again: blocks.*"
     )
+    from torchshard.plans.optimizers import OPTIMIZERS
+
+    text = "adamw (float32 moments and master weights), or as torch.optim's on the weights: adamw-plain, ..."
+    command.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS, metavar="NAME", help=text)
 
 
 def _mesh(text: str) -> dict[str, int | tuple[int, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.memory import memory_of_weights
+from torchshard.compiler.memory import Held, memory_of_weights
 from torchshard.compiler.plan_checks import check_layouts, check_ranks, check_same_data, check_same_model
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Layout, Shard
@@ -19,6 +19,7 @@ from torchshard.planner.pins import named_modules, read_pins
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, parameter_layouts
 from torchshard.plans.data import AxisPlan
 from torchshard.plans.objective import Aim, read_aim
+from torchshard.plans.optimizers import OPTIMIZERS
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
@@ -230,9 +231,8 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     memory, parts = aim.memory, constraints.slices * (1 if constraints.data == "replicate" else axis.size)
     if memory is None:
         return
-    sizes = [(t.nbytes, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
-    trained = sum(nbytes for nbytes, is_trained in sizes if is_trained)
-    whole = memory_of_weights(sum(nbytes for nbytes, _ in sizes), trained)
+    held = [Held(t.nbytes, t.itemsize, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
+    whole = memory_of_weights(held, OPTIMIZERS[aim.optimizer])
     shares = {name: size / parts for name, size in whole.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:

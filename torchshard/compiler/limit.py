@@ -24,6 +24,7 @@ from torchshard.planner.costs import CostModel
 from torchshard.planner.problem import PlanningProblem
 from torchshard.planner.search import SearchResult, last_allowed, search
 from torchshard.plans.data import AxisPlan
+from torchshard.plans.optimizers import Optimizer
 
 MOST_TOKENS = 1 << 30
 """Longer contexts than this are not searched."""
@@ -36,6 +37,7 @@ class Limit:
     module: fx.GraphModule
     costs: CostModel
     nbytes: float
+    optimizer: Optimizer
     slices: int = 1
     """Number of slices that later axes, which split the batch, cut each weight's local shard into."""
     keeps_gathered: bool = False
@@ -70,7 +72,7 @@ class Limit:
         return bisect_left(range(end), True, key=is_too_long) - 1
 
     def _memory(self, local: Shortened) -> dict[str, float]:
-        return memory_of(local, self.slices, keeps_gathered=self.keeps_gathered)
+        return memory_of(local, self.optimizer, self.slices, keeps_gathered=self.keeps_gathered)
 
     def _of_rank(self, plan: AxisPlan, copied: Callable[[fx.GraphModule], fx.GraphModule]) -> Shortened:
         """The graph of the first rank, which stores the most.

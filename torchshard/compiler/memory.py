@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -27,10 +27,9 @@ from torchshard.ir.effects import carried_inputs
 from torchshard.ir.fake_values import hint, nbytes
 from torchshard.ir.graph import is_weight, placeholders
 from torchshard.passes import has_backward
+from torchshard.plans.optimizers import Optimizer
 
 Tree = TypeVar("Tree")
-OPTIMIZER_STATES = 2
-"""Tensors that the optimizer keeps per parameter: Adam's two moments."""
 UNITS = 2
 """The number of sliced weights that are full at a time: one is gathered while another is used."""
 
@@ -82,10 +81,9 @@ def _shaped(func: Callable[..., object], args: tuple[object, ...], kwargs: dict[
     return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
 
 
-def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
+def memory_of_rank(local: fx.GraphModule, optimizer: Optimizer) -> dict[str, float]:
     """Bytes of one step on a rank, by kind, read off its graph; see `memory_of`."""
-    keys = {node: _place(node) for node in local.graph.nodes}
-    return memory_of(shortened(local, keys), slices, keeps_gathered=keeps_gathered)
+    return memory_of(shortened(local, {node: _place(node) for node in local.graph.nodes}), optimizer)
 
 
 def _place(node: fx.Node) -> tuple[object, ...]:
@@ -93,7 +91,9 @@ def _place(node: fx.Node) -> tuple[object, ...]:
     return (node.meta.get("layouts"), "recompute" in node.meta, node.meta.get("gathered_again"))
 
 
-def memory_of(local: Shortened, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
+def memory_of(
+    local: Shortened, optimizer: Optimizer, slices: int = 1, *, keeps_gathered: bool = False
+) -> dict[str, float]:
     """Bytes of one step of a rank's graph, by kind.
 
     The step is a training step, or a call if no value needs a gradient.
@@ -111,16 +111,15 @@ def memory_of(local: Shortened, slices: int = 1, *, keeps_gathered: bool = False
     """
     local = replace(local, module=in_example_sizes(local.module))
     graph = local.module.graph
-    stored, held = [n for n in placeholders(graph) if n.meta["kind"] != "input"], dict[str, float]()
+    stored, held = [n for n in placeholders(graph) if n.meta["kind"] != "input"], dict[str, Held]()
     for node in stored:  # tied ones once
-        times = local.times.get(node.name, 1)
-        held[node.meta["path"]] = times * nbytes(node.meta["val"]) / (slices if is_weight(node) else 1)
-    trained = sum(held[path] for path in {n.meta["path"] for n in stored if n.meta["needs_grad"]})
-    total = memory_of_weights(sum(held.values()), trained)
+        size = local.times.get(node.name, 1) * nbytes(node.meta["val"]) / (slices if is_weight(node) else 1)
+        held[node.meta["path"]] = Held(size, node.meta["val"].dtype.itemsize, bool(node.meta["needs_grad"]))
+    total = memory_of_weights(held.values(), optimizer)
     carried = carried_inputs(graph)
     if carried:
         total["caches"] = float(sum(local.times.get(n.name, 1) * nbytes(n.meta["val"]) for n in carried))
-    total["activations"] = max(_peak(local, slices) - trained, 0.0)
+    total["activations"] = max(_peak(local, slices) - total["gradients"], 0.0)
     if slices > 1:
         whole = sorted(
             size for n in stored if is_weight(n) for size in local.times.get(n.name, 1) * [nbytes(n.meta["val"])]
@@ -129,14 +128,23 @@ def memory_of(local: Shortened, slices: int = 1, *, keeps_gathered: bool = False
     return total | {"peak": sum(total.values())}
 
 
-def memory_of_weights(held: float, trained: float) -> dict[str, float]:
-    """Bytes of weights, their gradients and optimizer states.
+class Held(NamedTuple):
+    """A parameter or buffer on a rank."""
 
-    Args:
-        held: bytes of all weights.
-        trained: bytes of the trained ones.
-    """
-    return {"parameters": float(held), "gradients": float(trained), "optimizer": float(OPTIMIZER_STATES * trained)}
+    nbytes: float
+    itemsize: int
+    is_trained: bool
+
+
+def memory_of_weights(held: Iterable[Held], optimizer: Optimizer) -> dict[str, float]:
+    """Bytes of parameters and buffers, of their gradients, and of what the optimizer keeps."""
+    total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for size, itemsize, is_trained in held:
+        total["parameters"] += size
+        if is_trained:
+            total["gradients"] += size
+            total["optimizer"] += size / itemsize * optimizer.held(itemsize)
+    return total
 
 
 def _peak(local: Shortened, slices: int) -> float:

@@ -10,7 +10,6 @@ from torch import fx
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, does_not_fit, more_slices
 from torchshard.compiler.limit import Limit, search_within
-from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.compiler.plan_checks import stored
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
@@ -36,6 +35,7 @@ from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import unsplit
 from torchshard.plans.costs import Costs
 from torchshard.plans.data import AxisPlan
+from torchshard.plans.optimizers import OPTIMIZERS
 
 
 def plan_graph(
@@ -54,12 +54,11 @@ def plan_graph(
     if given is not None and constraints.aim.any_machine:
         machine = given.machine
     note_fusion(module.graph)
-    recompute, compiled = constraints.recompute, constraints.aim.compiles
-    model = CostModel(machine, constraints.axis, recompute=recompute, compiled=compiled)
-    limit = None
-    if constraints.aim.memory is not None:
+    aim, limit = constraints.aim, None
+    model = CostModel(machine, constraints.axis, recompute=constraints.recompute, compiled=aim.compiles)
+    if aim.memory is not None:
         slices, keeps = constraints.slices, constraints.keeps_gathered
-        limit = Limit(module, model, constraints.aim.memory, slices, keeps)
+        limit = Limit(module, model, aim.memory, OPTIMIZERS[aim.optimizer], slices, keeps)
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
@@ -85,11 +84,12 @@ def plan_graph(
         recompute=problem.model.recompute,
     )
     memory = {} if limit is None else _memory_within(limit, plan, constraints)
-    costs = _costs(problem, plan, result.gap, memory)
+    costs = _costs(problem, plan, constraints, result.gap, memory)
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
-        beside = beside_ops([PlannedAxis(replace(plan, costs=costs), problem)], costs.seconds)
-        costs = replace(costs, fewer=_with_fewer_ranks(problem, plan), beside=beside)
-    if limit is not None and not constraints.aim.trains:
+        priced = replace(plan, costs=costs)
+        beside = beside_ops([PlannedAxis(priced, problem)], costs.seconds)
+        costs = replace(costs, fewer=_with_fewer_ranks(problem, priced), beside=beside)
+    if limit is not None and not aim.trains:
         costs = replace(costs, context=limit.longest(plan))
     return PlannedAxis(replace(plan, costs=costs), problem)
 
@@ -151,12 +151,12 @@ def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResu
 
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:
     """The constraints for the search that follow from the user's plan and from fixed layouts."""
-    per_parameter = None if constraints.aim.memory is None else (2.0 + OPTIMIZER_STATES) / constraints.slices
     common = GraphConstraints(
         all_axes=constraints.aim.split == "all",
         dynamic=constraints.splits_sequence or constraints.data is not None,
         weights=not constraints.data,
-        per_parameter=per_parameter,
+        optimizer=None if constraints.aim.memory is None else OPTIMIZERS[constraints.aim.optimizer],
+        slices=constraints.slices,
         trains=constraints.aim.trains,
         steady=constraints.steady,
     )
@@ -219,10 +219,13 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
     return {name: layout for name, layout in layouts.items() if name not in used}
 
 
-def _costs(problem: PlanningProblem, plan: AxisPlan, gap: float, memory: Mapping[str, float]) -> Costs:
+def _costs(
+    problem: PlanningProblem, plan: AxisPlan, constraints: Constraints, gap: float, memory: Mapping[str, float]
+) -> Costs:
     graph, model = problem.graph, problem.model
     predicted = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
-    costs = replace(predicted, gap=gap, memory=memory)
+    optimizer = constraints.aim.optimizer if constraints.aim.trains else None
+    costs = replace(predicted, gap=gap, memory=memory, optimizer=optimizer)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
     if plan.data:
         return costs  # replicated weights are expected here
@@ -234,5 +237,7 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, flo
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
         fewer = replace(problem, model=problem.model.on(ranks))
-        seconds[ranks] = fewer.costs_of(plan.choices, plan.layouts).seconds
+        costs = replace(fewer.costs_of(plan.choices, plan.layouts), optimizer=plan.costs.optimizer)
+        of_fewer = PlannedAxis(replace(plan, axis=fewer.model.axis, costs=costs), fewer)
+        seconds[ranks] = costs.seconds + sum(beside_ops([of_fewer], costs.seconds).values())
     return seconds

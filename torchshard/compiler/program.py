@@ -113,7 +113,7 @@ class Program:
 
     def memory_of(self, number: int) -> dict[str, float]:
         """The bytes that a step takes on a rank, by kind (see `memory_of_rank`)."""
-        return memory_of_rank(self.local_graph_of(number))
+        return memory_of_rank(self.local_graph_of(number), self.plan.optimizer)
 
     def _coordinates(self, number: int) -> list[Coordinate]:
         place = self.mesh.place(number)
@@ -152,8 +152,8 @@ class Program:
         solved = priced_as_slices([PlannedAxis(self.plan.last, self.problems[0]), *of_batch])
         plans = [plan for plan, _ in solved]
         if with_memory:
-            costs = replace(plans[-1].costs, memory=memory_of_rank(localized(graph, first[-1])))
-            plans[-1] = replace(plans[-1], costs=costs)
+            memory = memory_of_rank(localized(graph, first[-1]), self.plan.optimizer)
+            plans[-1] = replace(plans[-1], costs=replace(plans[-1].costs, memory=memory))
         if plans[-1].data:
             step = seconds_of_step(solved)
             plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside_ops(solved, step)))

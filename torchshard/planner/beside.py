@@ -10,12 +10,11 @@ from torchshard.core.sharding import Cut, local_shape
 from torchshard.ir.fake_values import hint
 from torchshard.ir.graph import before_casts, is_weight, placeholders
 from torchshard.planner.problem import PlannedAxis
+from torchshard.plans.optimizers import OPTIMIZERS
 
 STRAGGLING = 0.006
 """What a step takes longer for each doubling of the hosts, whose slowest all others wait for: FSDP of Llama 3 8B on 16
 hosts is 2.3 to 2.7 % slower than on one (torchtitan, llama3_h100_202412)."""
-MOMENTS = 2
-"""Tensors that AdamW keeps of each weight; float32, as its copy of weights of 16 bits."""
 
 
 def beside_ops(solutions: Sequence[PlannedAxis], device: float) -> dict[str, float]:
@@ -38,19 +37,17 @@ def beside_ops(solutions: Sequence[PlannedAxis], device: float) -> dict[str, flo
 
 
 def _optimizer_bytes(solutions: Sequence[PlannedAxis]) -> float:
-    """The bytes that AdamW reads and writes on the rank with the most trained weights.
-
-    It reads a gradient and writes a weight; it reads and writes the moments and, of a weight of 16 bits, a copy.
-    """
-    found = dict[str, float]()
+    """The bytes that the optimizer reads and writes on the rank with the most trained weights."""
+    found, name = dict[str, float](), solutions[0].plan.costs.optimizer
+    if name is None:
+        return 0.0
     for node in placeholders(solutions[0].problem.graph):
         if not is_weight(node) or not node.meta.get("needs_grad"):
             continue
         path, value = node.meta["path"], node.meta["val"]
         cuts = tuple(Cut(plan.layouts.get(path, I), 0, plan.world_size) for plan, _ in solutions)
         numbers = math.prod(local_shape(tuple(map(hint, value.shape)), cuts))
-        copies = MOMENTS + (value.dtype.itemsize < 4)
-        found[path] = numbers * (2 * value.dtype.itemsize + 2 * copies * 4 + (value.dtype.itemsize >= 4) * 4)
+        found[path] = numbers * OPTIMIZERS[name].moved(value.dtype.itemsize)
     return sum(found.values())
 
 

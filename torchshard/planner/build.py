@@ -75,7 +75,7 @@ class _Builder:
     def _add_op(self, op: Op) -> None:
         states, saved = self.chosen[op.node], None
         name = self.network.add(Decision("op", self.folded.position[op.node]), op.node, states)
-        if self.constraints.per_parameter is not None:
+        if self.constraints.optimizer is not None:
             saved = np.array([self.costs.saved(op, choice) for choice in states])
         self.network.cost((name,), [self._op_seconds(op, choice) for choice in states], saved)
 
@@ -103,15 +103,19 @@ class _Builder:
     def _held(self, node: fx.Node, layout: Layout) -> float:
         """Returns the bytes on the rank that stores the most; without a memory limit, on an average rank."""
         value = Value.of(node)
-        if self.constraints.per_parameter is not None:
+        if self.constraints.optimizer is not None:
             return value.held(layout, self.ranks)
         return value.nbytes / self.ranks if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
         """Returns the factor with which a placeholder's bytes count in the budget."""
-        if self.constraints.per_parameter is None:
+        optimizer = self.constraints.optimizer
+        if optimizer is None:
             return float(is_weight(node))
-        return self.constraints.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
+        if node.meta["kind"] != "parameter" or not node.meta["needs_grad"]:
+            return 1.0
+        itemsize = node.meta["val"].dtype.itemsize
+        return (2 + optimizer.held(itemsize) / itemsize) / self.constraints.slices
 
     # --- values ------------------------------------------------------------------------------------------------------
 

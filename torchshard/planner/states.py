@@ -17,6 +17,7 @@ from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.folded import Folded
 from torchshard.planner.pins import Pin, cannot_have, pinned_layout_conflict
 from torchshard.planner.properties import Op
+from torchshard.plans.optimizers import Optimizer
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,10 @@ class GraphConstraints:
     """Whether dynamic sizes divisible by the number of ranks may be split without a pin."""
     weights: bool = True
     """Whether dims of weights may be split; if not, every op that can split the batch does."""
-    per_parameter: float | None = None
-    """Bytes of memory per byte of a trained parameter, with its gradient and optimizer state. None without a memory
-    limit: then only weights count."""
+    optimizer: Optimizer | None = None
+    """What updates the parameters; None without a memory limit: then only the bytes of weights count."""
+    slices: int = 1
+    """The number of slices that other axes cut a trained parameter into."""
     trains: bool = True
     """Whether a step has a backward, so weights have gradients and optimizer states."""
     steady: bool = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torchshard.core.layouts import Layout, is_whole
 from torchshard.core.units import size_text
+from torchshard.plans.optimizers import OptimizerName
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class Costs:
     """The longest context that fits the objective's memory, in tokens, for calls without gradients with a cache."""
     step: float | None = None
     """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
+    optimizer: OptimizerName | None = None
+    """What updates the parameters; None for calls without gradients."""
     products: float = 0.0
     """Of the seconds of computation, those of matrix products, with convolutions and attention."""
     beside: Mapping[str, float] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from torchshard.core.rows import Choice
 from torchshard.core.sharding import Cut, Cuts, Sharding, local_shape, split_text
 from torchshard.plans.costs import Costs
 from torchshard.plans.machine import Machine
+from torchshard.plans.optimizers import OPTIMIZERS, Optimizer
 
 
 @dataclass(frozen=True)
@@ -201,15 +202,21 @@ class PlanData:
         return None if self.source is None else self.source.graph
 
     @property
+    def optimizer(self) -> Optimizer:
+        """What updates the parameters."""
+        return OPTIMIZERS[self.costs.optimizer or "sgd"]
+
+    @property
     def step_seconds(self) -> dict[str, float]:
         """The seconds of a step by cause, over all mesh axes: computation, collectives, and what is beside these."""
         sent = [sum(c.seconds for c in each.costs.collectives) for each in self.in_order]
         over_weights = 0.0 if self.last.data else sent.pop(0)
-        computation, waits = sum(self.costs.compute.values()), sum(sent)
+        computation, products, waits = sum(self.costs.compute.values()), self.costs.products, sum(sent)
         if self.costs.step is not None:
             waits = self.costs.step - computation - over_weights
         return {
-            "computation": computation,
+            "products": products,
+            "other ops": max(computation - products, 0.0),
             "collectives over the weights' axis": over_weights,
             "collectives over the batch's axes": waits,
             **self.costs.beside,

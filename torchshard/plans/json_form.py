@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import get_args
+from typing import cast, get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError, in_short
@@ -17,6 +17,7 @@ from torchshard.core.types import is_of, texts
 from torchshard.plans.costs import Collective, Costs, GatheredOps, Sent
 from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
 from torchshard.plans.machine import Machine
+from torchshard.plans.optimizers import OPTIMIZERS, OptimizerName
 
 VERSION = 8
 """The version of the JSON form."""
@@ -153,9 +154,16 @@ def _costs(body: object) -> Costs:
         {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
         None if fields["context"] is None else is_of(int, fields["context"]),
         None if fields["step"] is None else _number(fields["step"]),
+        _optimizer(fields["optimizer"]),
         _number(fields["products"]),
         _numbers(fields["beside"]),
     )
+
+
+def _optimizer(name: object) -> OptimizerName | None:
+    if name is not None and name not in OPTIMIZERS:
+        raise ValueError(f"{name!r:.40} is no optimizer")
+    return cast(OptimizerName | None, name)
 
 
 def _machine(body: object) -> Machine:

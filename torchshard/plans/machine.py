@@ -100,6 +100,8 @@ class Machine:
     """The depth of products at which a tile takes as long to begin and end as to multiply."""
     host_overhead: float = 0.0
     """Seconds that the host needs to start one kernel, while the device runs earlier ones. At 0 it is always ahead."""
+    error: float = math.inf
+    """How far predicted steps are from measured ones, as the mean |ratio - 1|; infinite: none were compared."""
     transfers: tuple[Transfer, ...] = ()
     """Collectives as they were measured within a domain; those of other kinds go around the ring."""
 

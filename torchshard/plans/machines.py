@@ -9,6 +9,7 @@ docs/machines.md has each number's source, and how far published training runs a
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from typing import Literal, TypeAlias
 
@@ -52,6 +53,7 @@ def _gpus(
     *,
     hosts: int = 8,
     transfers: tuple[Transfer, ...] = (),
+    error: float = math.inf,
 ) -> Machine:
     """Returns hosts of GPUs.
 
@@ -60,6 +62,7 @@ def _gpus(
         attention: TFLOPS of FlashAttention 2, forward and backward.
         memory, link, network: GB/s of the memory, of one GPU's links one way, and of a host's network cards.
         tiles: the multiprocessors.
+        error: on the published runs of docs/machines.md.
     """
     return Machine(
         name,
@@ -77,6 +80,7 @@ def _gpus(
         tiles=tiles,
         start_up=350,
         host_overhead=HOST_OVERHEAD,
+        error=error,
         transfers=transfers,
     )
 
@@ -87,19 +91,21 @@ _AT_500_W = (500 / 700) ** (2 / 3)
 MACHINES = {
     machine.name: machine
     for machine in (
-        _gpus("h100x8", 794.5, 67, 335, 3350, 450, 400, 132, transfers=NVSWITCH),
-        _gpus("h100x8-500w", 794.5 * _AT_500_W, 67, 335 * _AT_500_W, 2400, 450, 400, 132, transfers=NVSWITCH),
-        _gpus("h200x8", 794.5, 67, 335, 4800, 450, 400, 132, transfers=NVSWITCH),
+        _gpus("h100x8", 794.5, 67, 335, 3350, 450, 400, 132, transfers=NVSWITCH, error=0.04),
+        _gpus(
+            "h100x8-500w", 794.5 * _AT_500_W, 67, 335 * _AT_500_W, 2400, 450, 400, 132, transfers=NVSWITCH, error=0.06
+        ),
+        _gpus("h200x8", 794.5, 67, 335, 4800, 450, 400, 132, transfers=NVSWITCH, error=0.22),
         _gpus("b200x8", 1745, 80, 740, 8000, 900, 400, 148),
         _gpus("gb200x72", 1822, 80, 770, 8000, 900, 3600, 148, hosts=72),
-        _gpus("a100x8", 271.2, 19.5, 200, 2039, 300, 200, 108),
+        _gpus("a100x8", 271.2, 19.5, 200, 2039, 300, 200, 108, error=0.02),
         _gpus("mi300x8", 668.4, 163.4, 280, 5300, 448, 400, 304),
         _gpus("h100x8-pcie", 794.5 * 756 / 989, 51, 256, 2000, 64, 50, 114),
         _gpus("a100x8-pcie", 252.9, 19.5, 186, 1935, 32, 50, 108),
         _gpus("l40sx8", 271, 91.6, 200, 864, 32, 50, 142),
         _gpus("rtx4090x8", 141, 82.6, 100, 1008, 32, 25, 128),
-        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA),
-        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
+        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA, error=0.06),
+        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA, error=0.16),
     )
 }
 """Machines by name. The GPU machines are hosts of eight GPUs: on NVLink (AMD's Infinity Fabric) with a network card of

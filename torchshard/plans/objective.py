@@ -13,6 +13,7 @@ from torchshard.core.units import read_size
 from torchshard.ops import kernels
 from torchshard.plans.machine import Machine
 from torchshard.plans.machines import MACHINES, MachineLike, read_machine
+from torchshard.plans.optimizers import OptimizerName
 
 Split = Literal["weights", "sequence", "all"]
 """Dims that may be split. "weights": those that come from weights. "sequence": also the sequence,
@@ -35,9 +36,9 @@ class Objective:
 
     memory: str | float | None = None
     """The limit of a step's bytes on a rank, as a number or a text such as "24GiB". A step takes parameters and
-    activations, and in training gradients and Adam's state. The plan is the fastest found within the limit. None: the
-    weights are split as far as they can be without sending more than that is worth, and the plan is the fastest of
-    those."""
+    activations, and in training gradients and the optimizer's state. The plan is the fastest found within the limit.
+    None: the weights are split as far as they can be without sending more than that is worth, and the plan is the
+    fastest of those."""
     machine: MachineLike | None = None
     """A `Machine`, the path of a file that `Machine.save` wrote, or a name of `MACHINES`: "h100x8" (the default for
     models that are not on a CPU), "cpu-memory" and "cpu-gloo" (the defaults on one, by how its ranks communicate),
@@ -53,6 +54,10 @@ class Objective:
     """Globs of modules whose activations the backward recomputes instead of keeping them: "blocks.*". Values that were
     sent or drawn at random are kept, so no collective is sent twice and dropout masks are the same. Calls through
     `torch.utils.checkpoint` in the model are recomputed in the same way."""
+    optimizer: OptimizerName = "adamw"
+    """What updates the parameters, for the estimates of a step's memory and time: "adamw" keeps float32 moments and a
+    float32 copy of 16-bit weights; "adamw-plain" keeps moments in the weights' dtype, as torch.optim.AdamW on them;
+    "adamw-8bit", "sgd-momentum", "sgd"."""
     compile: CompileOptions = False
     """True, or a dict of keyword arguments of `torch.compile`: each rank's forward and backward graphs are compiled at
     the first call. `model.compile()` compiles those of later calls."""
@@ -77,6 +82,8 @@ class Aim:
     """Globs of the modules with values that backward recomputes."""
     trains: bool = True
     """Whether steps have a backward and parameters an optimizer; otherwise calls without gradients."""
+    optimizer: OptimizerName = "adamw"
+    """What updates the parameters."""
     compiles: bool = False
     """Whether a rank's graphs will be compiled, so all sizes must be functions of the input sizes."""
 
@@ -131,12 +138,15 @@ def read_aim(objective: ObjectiveLike | None = None, device: str = "cuda") -> Ai
             why="only values that a backward needs are kept, or computed again",
             attempt="the objective without recompute",
         )
+    updates = "moments and a copy of 16-bit weights in float32; 'adamw-plain': moments in the weights' dtype"
+    check_option("optimizer", given.optimizer, OptimizerName, "optimizer", updates)
     default = MACHINES[f"cpu-{kernels().cpu_backend()}" if device == "cpu" else "h100x8"]
     machine = default if given.machine is None else read_machine(given.machine)
     options = given.compile
     compiles = not options.get("disable") if isinstance(options, Mapping) else bool(options)
     trains, globs = given.mode == "train", _globs(given.recompute)
-    return Aim(machine, read_size(given.memory), given.split, given.machine is None, globs, trains, compiles)
+    memory, any_machine = read_size(given.memory), given.machine is None
+    return Aim(machine, memory, given.split, any_machine, globs, trains, given.optimizer, compiles)
 
 
 def _globs(recompute: object) -> tuple[str, ...]:

@@ -50,10 +50,8 @@ class Proposal:
         name = mesh_option(self.mesh)
         if self.plan is None:
             return (name, "no plan", *[""] * (len(HEADER) - 2))
-        computation, *collectives = [*self.plan.step_seconds.values()]
-        products, peak = self.plan.costs.products, size_text(self.plan.step_memory["peak"])
-        parts = products, computation - products, *collectives[:2], sum(collectives[2:])
-        shares = (f"{seconds / self.step if self.step else 0:.0%}" for seconds in parts)
+        parts, peak = [*self.plan.step_seconds.values()], size_text(self.plan.step_memory["peak"])
+        shares = (f"{seconds / self.step if self.step else 0:.0%}" for seconds in (*parts[:4], sum(parts[4:])))
         return (name, time_text(self.step), *shares, peak if self.fits else f"{peak}: too much")
 
     def __str__(self) -> str:

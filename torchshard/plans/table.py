@@ -157,16 +157,7 @@ def summary(plan: PlanData) -> list[str]:
         f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
-    machine, sent = costs.machine or "an unnamed machine", time_text(sum(c.seconds for c in costs.collectives))
-    if costs.step is None:
-        lines.append(f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {machine}, {sent} of that in collectives")
-    else:  # costs.seconds is not the time of a step here: the batch's axes add to it, in `_of_batch`
-        lines += [f"  {_sent_text(costs)}; {sent} in collectives on {machine}", *_of_batch(plan)]
-    if 1 in costs.fewer:
-        lines.append(f"  one rank alone: {time_text(costs.fewer[1])}{_faster_with_fewer(costs)}")
-    if "peak" in costs.memory and costs.step is None:
-        step = "training step" if costs.memory.get("gradients") else "call"
-        lines.append(f"  a {step} takes {size_text(costs.memory['peak'])} on the rank that holds the most")
+    lines += [f"  {_sent_text(costs)}", *(f"  {batch_text(each)}" for each in plan.across), *_of_step(plan)]
     if costs.context is not None:
         lines.append(f"  the longest context that fits has {costs.context:,} tokens")
     if plan.recompute:
@@ -188,7 +179,7 @@ def batch_text(plan: AxisPlan) -> str:
     """Returns a line on the collectives over an axis that splits the batch."""
     return (
         f"over {plan.axis.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): "
-        f"{_sent_text(plan.costs)}; {time_text(sum(c.seconds for c in plan.costs.collectives))}"
+        f"{_sent_text(plan.costs)}"
     )
 
 
@@ -198,28 +189,31 @@ def calls_text(ahead: int, back: int) -> str:
 
 
 def _sent_text(costs: Costs) -> str:
-    return f"{calls_text(*costs.calls)} send {size_text(costs.nbytes)} per rank and step"
+    sent = time_text(sum(c.seconds for c in costs.collectives))
+    return f"{calls_text(*costs.calls)} send {size_text(costs.nbytes)} per rank and step, in {sent}"
 
 
-def _of_batch(plan: PlanData) -> list[str]:
-    """Returns lines on the additional costs of splitting the batch over other axes."""
-    lines = [f"  {batch_text(each)}" for each in plan.across]
-    parts, hidden = plan.step_seconds, plan.hidden_seconds
-    total = sum(parts.values())
-    most = max(parts, key=lambda name: parts[name])
-    lines.append(
-        f"  a step takes {time_text(total)}, {parts[most] / total if total else 0:.0%} of that for {most}; it hides "
-        f"{time_text(hidden)} of what is sent over the batch's axes"
-    )
+def _of_step(plan: PlanData) -> list[str]:
+    """Returns lines on the time of a step, how far it is to be trusted, and the memory."""
+    trains, parts, error = plan.costs.optimizer is not None, plan.step_seconds, plan.machine.error
+    total, step = sum(parts.values()), "step" if trains else "call"
+    trust = "compared with no measured one" if error == math.inf else f"measured ones differ by {error:.0%} on average"
+    lines = [f"  a {step} takes {time_text(total)} on {plan.costs.machine or 'an unnamed machine'} ({trust})"]
+    shares = (f"{seconds / total:.0%} for {cause}" for cause, seconds in parts.items() if seconds > 0.005 * total)
+    hidden = f"; {time_text(plan.hidden_seconds)} of collectives are hidden" if plan.costs.step is not None else ""
+    lines.append(f"    {', '.join(shares) or 'nothing to compute'}{hidden}")
+    if 1 in plan.costs.fewer:
+        lines.append(f"  one rank alone: {time_text(plan.costs.fewer[1])}{_faster_with_fewer(plan.costs, total)}")
     if "peak" in plan.step_memory:
-        lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
+        updated = f", with {plan.optimizer.text}" if trains else ""
+        lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most{updated}")
     return lines
 
 
-def _faster_with_fewer(costs: Costs) -> str:
-    """Returns a warning if a step takes less time on fewer ranks, with no message hidden there."""
+def _faster_with_fewer(costs: Costs, total: float) -> str:
+    """Returns a warning if a step takes less time on fewer ranks."""
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
-    if costs.fewer[ranks] >= min(costs.seconds, costs.step or math.inf):
+    if costs.fewer[ranks] >= total:
         return ""
     many = f" ({ranks} ranks: {time_text(costs.fewer[ranks])})" if ranks > 1 else ""
     return f"; fewer ranks are faster where the model fits them{many}"

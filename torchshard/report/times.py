@@ -61,8 +61,7 @@ def shares(plan: Plan) -> list[Share]:
     for c in over_weights:
         share(c.place).waits += c.seconds
         share(c.place).hidden += sum(sent.hidden for sent in c.sent)
-    if plan.costs.step is not None:
-        found |= {name: Share(name, {name}, waits=seconds) for name, seconds in plan.costs.beside.items() if seconds}
+    found |= {name: Share(name, {name}, waits=seconds) for name, seconds in plan.costs.beside.items() if seconds}
     waits = plan.step_seconds["collectives over the batch's axes"]
     if waits or plan.hidden_seconds > 0:
         found[BATCH] = Share(BATCH, {BATCH}, waits=waits, hidden=max(plan.hidden_seconds, 0.0))

@@ -13,7 +13,7 @@ from torchshard.report.explain import rank_graph
 
 def predicted_memory(plan: Plan, rank: int = 0) -> dict[str, float]:
     """Returns the bytes of a step on a rank: 'parameters', 'gradients', 'optimizer', 'activations' and 'peak'."""
-    return memory_of_rank(rank_graph(plan, rank))
+    return memory_of_rank(rank_graph(plan, rank), plan.optimizer)
 
 
 def collective(node: fx.Node) -> Conversion | None:
