@@ -83,7 +83,8 @@ def test_minilm(run: Callable[[str], str]) -> None:
     assert printed.count("4 rankings of 14 answers are equal: True") == 1
     (difference,) = re.findall(r"largest difference of embeddings: (\S+)", printed)
     assert float(difference) < 1e-5
-    assert "collectives: 13 reduce, 12 copy" in printed
+    # two for each of six layers, and one for the embeddings if they are split, which the backend's prices decide
+    assert re.search("collectives: 13 reduce, 1[23] copy", printed)
 
 
 @pytest.fixture(scope="module")

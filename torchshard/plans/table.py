@@ -157,7 +157,9 @@ def summary(plan: PlanData) -> list[str]:
         f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
-    lines += [f"  {_sent_text(costs)}", *(f"  {batch_text(each)}" for each in plan.across), *_of_step(plan)]
+    if costs.collectives or not plan.across:
+        lines.append(f"  {_sent_text(costs)}")
+    lines += [*(f"  {batch_text(each)}" for each in plan.across), *_of_step(plan)]
     if costs.context is not None:
         lines.append(f"  the longest context that fits has {costs.context:,} tokens")
     if plan.recompute:
