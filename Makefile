@@ -64,6 +64,7 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/communication.py
 	$(PY) benchmarks/prices.py
+	$(PY) benchmarks/steps.py
 	$(PY) benchmarks/weights.py
 	$(PY) benchmarks/decode.py
 

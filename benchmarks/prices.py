@@ -68,7 +68,6 @@ def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:
         "width": width,
         "machine": repr(machine),
         "predicted": {name: plan.costs.seconds for name, plan in plans.items()},
-        "alone": plans["whole"].costs.fewer[1],
         "choices": {name: plan.to_json().partition('"costs"')[0] for name, plan in plans.items()},
         "rounds": slowest([one_round() for _ in range(rounds)]),
     }
@@ -87,8 +86,7 @@ def shown(result: dict[str, Any]) -> list[str]:
     """The lines of one width."""
     medians = dict(zip(PLANS, map(statistics.median, zip(*result["rounds"], strict=True)), strict=True))
     distinct = {text: name for name, text in reversed(result["choices"].items())}.values()
-    alone = f"one rank alone: predicted {result['alone'] * 1e3:.2f} ms"
-    lines = [f"width {result['width']}, {len(result['rounds'])} rounds; {alone}"]
+    lines = [f"width {result['width']}, {len(result['rounds'])} rounds"]
     for name in PLANS:
         same = next(n for n in PLANS if result["choices"][n] == result["choices"][name])
         note = f"   the plan of {same}" if same != name else ""

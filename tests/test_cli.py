@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -81,7 +82,12 @@ def test_measure_writes_a_machine(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, *launched, "measure", str(file)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     machine = ts.Machine.load(file)
-    assert machine.name == "measured on 2 ranks" and 0 < machine.link_bandwidth < 1e12
+    assert machine.name == "a machine measured with 2 ranks" and 0 < machine.link_bandwidth < 1e12
+    rows = re.findall(
+        r"^an? .*, (split|whole) +[\d.]+ .s +[\d.]+ .s +([\d.]+)$|^conv.* ([\d.]+)$", done.stdout, re.MULTILINE
+    )
+    ratios = [float(a or b) for _, a, b in rows]
+    assert len(ratios) >= 6 and 0 < machine.error < float("inf") and f"{machine.error:.0%} on average" in done.stdout
 
 
 def test_help_needs_no_torch() -> None:

@@ -130,7 +130,7 @@ def _measured(rank: int) -> tuple[ts.Machine, float]:
 @pytest.mark.nightly
 def test_all_ranks_measure_the_same_machine() -> None:
     (machine, seconds), (other, _) = run_ranks(_measured, 2)
-    assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
+    assert machine == other and machine.name == "a machine measured with 2 ranks" and seconds > 0
     assert 1e8 < machine.flops < 1e15 and 1e7 < machine.link_bandwidth < 1e13
     assert 1e-7 < machine.op_overhead < 1e-2 and 1e7 < machine.elementwise_bandwidth < 1e13
 

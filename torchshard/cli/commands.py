@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchshard.cli import arguments
@@ -209,14 +211,17 @@ def _measure(options: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     import torchshard as ts
+    from torchshard.cli.measured_steps import measured_steps, told
     from torchshard.core.files import check_writable
 
     check_writable(options.output)
     ts.distributed.init_process_group()
     machine = ts.measure_machine()
+    steps = list(measured_steps(machine))
+    machine = replace(machine, error=statistics.mean(abs(step.ratio - 1) for step in steps))
     if dist.get_rank() == 0:
         machine.save(options.output)
-        print(*(f"{name:22} {value}" for name, value in machine.fields.items()), sep="\n")
+        print(*told(machine, steps), sep="\n")
     ts.distributed.destroy_process_group()
     return 0
 

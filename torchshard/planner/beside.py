@@ -28,7 +28,7 @@ def beside_ops(solutions: Sequence[PlannedAxis], device: float) -> dict[str, flo
     ranks = math.prod(plan.world_size for plan, _ in solutions)
     found = {
         "the slowest host": device * STRAGGLING * math.log2(max(ranks / machine.domain, 1)),
-        "the optimizer": _optimizer_bytes(solutions) / machine.memory_bandwidth,
+        "the optimizer": _optimizer_bytes(solutions) / min(machine.memory_bandwidth, machine.optimizer_bandwidth),
         "copies of slices": 2 * _slices_bytes(solutions) / machine.memory_bandwidth,
     }
     is_ahead = solutions[0].problem.model.compiled or not machine.host_overhead

@@ -83,6 +83,8 @@ class Machine:
     """Seconds that a kernel takes at any size, beside its work."""
     elementwise_bandwidth: float = math.inf
     """Bytes per second that ops other than products read and write, if that is less than `memory_bandwidth`."""
+    optimizer_bandwidth: float = math.inf
+    """Bytes per second that an optimizer's step reads and writes, if that is less than `memory_bandwidth`."""
     domain: float = math.inf
     """The number of ranks on these links (an NVLink domain, or a host); a network joins domains."""
     network_bandwidth: float = math.inf

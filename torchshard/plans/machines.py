@@ -104,8 +104,8 @@ MACHINES = {
         _gpus("a100x8-pcie", 252.9, 19.5, 186, 1935, 32, 50, 108),
         _gpus("l40sx8", 271, 91.6, 200, 864, 32, 50, 142),
         _gpus("rtx4090x8", 141, 82.6, 100, 1008, 32, 25, 128),
-        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA, error=0.06),
-        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA, error=0.16),
+        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA, 5 * GIGA, error=0.06),
+        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA, 5 * GIGA, error=0.16),
     )
 }
 """Machines by name. The GPU machines are hosts of eight GPUs: on NVLink (AMD's Infinity Fabric) with a network card of

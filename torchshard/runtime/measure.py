@@ -29,6 +29,7 @@ from torchshard.distributed.ops import direct
 from torchshard.distributed.wire import collective
 from torchshard.ops import hashable
 from torchshard.plans.machine import Machine, Transfer
+from torchshard.plans.optimizers import OPTIMIZERS
 
 _OPS = torch.ops.torchshard
 
@@ -47,6 +48,8 @@ ATTENTION = 1, 8, 512, 64
 _ATTENTION_FLOPS = 4 * math.prod(ATTENTION) * ATTENTION[2] / 2
 FEW_ROWS, MANY_ROWS, COLUMNS = 2, 1024, 1024
 """The sizes of the small and the large value that elementwise ops are timed on."""
+UPDATED = 1 << 21
+"""The float32 elements of the parameter that AdamW updates."""
 MIN_SECONDS = 1e-9
 """The minimum time: a clock can't distinguish shorter ones from 0, and bandwidths divide by them."""
 
@@ -57,8 +60,8 @@ def measure_machine(width: int = 1024) -> Machine:
     Products are timed in bfloat16 and in float32, attention in bfloat16. Collectives are timed as in a step: between
     products, after which ranks arrive at different times and with other data in their caches. Back to back, they would
     seem several times faster. The op overhead and the elementwise bandwidth result from a training step of a few ops,
-    on few and on many elements. The slowest rank's times count, so all ranks get the same Machine. All ranks count as
-    one domain: a network between some of them is not detected.
+    on few and on many elements. An update is that of `torch.optim.AdamW`. The slowest rank's times count, so all ranks
+    get the same Machine. All ranks count as one domain: a network between some of them is not detected.
 
     Args:
         width: the width of the square matrices of the timed products.
@@ -82,7 +85,7 @@ def measure_machine(width: int = 1024) -> Machine:
         times |= _collective_times(group, device)
     slowest = dict(zip(times, _slowest(group, torch.tensor(list(times.values()), device=device)), strict=True))
     return Machine(
-        f"measured on {group.size} ranks",
+        f"a machine measured with {group.size} ranks",
         flops=2 * width**3 / slowest["product"],
         float32_flops=2 * width**3 / slowest["float32 product"],
         attention_flops=_ATTENTION_FLOPS / slowest["attention"],
@@ -90,6 +93,7 @@ def measure_machine(width: int = 1024) -> Machine:
         op_overhead=0.0 if device.type == "cuda" else slowest["few elements"] / ELEMENTWISE_CALLS,
         host_overhead=slowest["few elements"] / ELEMENTWISE_CALLS if device.type == "cuda" else 0.0,
         elementwise_bandwidth=_elementwise_bytes() / slowest["many elements"],
+        optimizer_bandwidth=UPDATED * OPTIMIZERS["adamw-plain"].moved(4) / slowest["update"],
         transfers=_transfers(slowest, group.size),
         **_links(slowest, group.size),
     )
@@ -102,10 +106,12 @@ def _device(group: Group) -> torch.device:
 
 
 def _compute_times(device: torch.device, width: int) -> dict[str, float]:
-    """Returns the seconds that one rank needs for products, attention, a copy, and elementwise ops."""
+    """Returns the seconds that one rank needs for products, attention, a copy, elementwise ops, and an update."""
     whole, source = torch.randn(width, width, device=device), torch.randn(COPIED, device=device)
     matrix, heads = whole.bfloat16(), torch.randn(*ATTENTION, device=device).bfloat16()
     target = torch.empty_like(source)
+    updated = torch.zeros(UPDATED, device=device, requires_grad=True)
+    updated.grad = torch.ones_like(updated)
     few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in (FEW_ROWS, MANY_ROWS))
     return {
         "product": _typical(device, lambda: matrix @ matrix),
@@ -114,6 +120,7 @@ def _compute_times(device: torch.device, width: int) -> dict[str, float]:
         "copy": _typical(device, lambda: target.copy_(source)),
         "few elements": _typical(device, lambda: _elementwise(few)),
         "many elements": _typical(device, lambda: _elementwise(many)),
+        "update": _typical(device, torch.optim.AdamW([updated]).step),
     }
 
 
