@@ -134,7 +134,8 @@ def _search(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, Plann
     if not layers or (found.fits and not found.gap):
         return found, problem
     fewer = [recomputing(layers[:count]) for count in range(len(layers), 0, -1)]
-    fastest = search(graph, problem.model, constraints, lambda *_: 0.0)
+    fastest = found.fastest
+    assert fastest is not None
     fastest_of_all = search(graph, fewer[0].model, constraints, fewer[0].excess)
     ways = [(found, problem)] * found.fits
     for result in (fastest, fastest_of_all):

@@ -47,6 +47,8 @@ class SearchResult:
     """Optimality gap in seconds: no plan that fits is faster by more; 0 = proven optimal."""
     fits: bool = True
     """Whether the plan is within the budget; if not, it is the plan with the least memory."""
+    fastest: SearchResult | None = None
+    """The fastest plan without the limit that the search had."""
 
 
 def search(
@@ -86,7 +88,9 @@ def search(
 
     sweep = sweep_prices(solver, lambda solution: too_much(solution) <= 0, smallest)
     sweep = replace(sweep, best=mix_layers(solver, too_much, sweep))
-    return SearchResult(*expand_to_all_layers(graph, network, sweep.best), sweep.gap(float("inf")), sweep.fits)
+    fastest = SearchResult(*expand_to_all_layers(graph, network, sweep.optima[0][1]), 0.0)
+    best = expand_to_all_layers(graph, network, sweep.best)
+    return SearchResult(*best, sweep.gap(float("inf")), sweep.fits, fastest)
 
 
 def most_weights(graph: fx.Graph, network: Network, smallest: Solution) -> float:
