@@ -72,6 +72,18 @@ def test_the_longest_context_is_the_longest_that_can_be_planned(batch: int) -> N
 
 
 @pytest.mark.nightly
+def test_the_largest_batch_is_the_largest_that_can_be_planned() -> None:
+    model = _llama()
+    memory = 1.2 * _step(model, 4, 40, memory="1GiB").costs.memory["peak"]
+    made = _step(model, 4, 40, memory=memory)
+    most = made.costs.batch
+    assert most is not None and most > 4 and f"fits has {most} sequences" in str(made)
+    fits = _step(model, most, 40, plan=made, memory=memory)
+    assert fits.costs.memory["peak"] <= memory and ts.Plan.from_json(made.to_json()).costs.batch == most
+    assert refused(lambda: _step(model, most + 1, 40, plan=fits, memory=memory), "does not fit", ts.PlanError)
+
+
+@pytest.mark.nightly
 def test_states_that_do_not_grow_limit_no_context() -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=VOCAB, state_size=4)
     model = transformers.MambaForCausalLM(config).eval()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import sympy
 from torch import fx
 
 from torchshard.compiler.memory import memory_of
@@ -16,8 +16,8 @@ from torchshard.core.paths import layer_of, outermost
 from torchshard.core.rows import Choice
 from torchshard.ir.editing import duplicate, in_example_sizes
 from torchshard.ir.effects import growing_sizes
-from torchshard.ir.fake_values import sizes_as
-from torchshard.ir.graph import multiples_of
+from torchshard.ir.fake_values import size_expr, sizes_as
+from torchshard.ir.graph import is_tensor, multiples_of, placeholders
 from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -27,7 +27,14 @@ from torchshard.plans.data import AxisPlan
 from torchshard.plans.optimizers import Optimizer
 
 MOST_TOKENS = 1 << 30
-"""Longer contexts than this are not searched."""
+"""Longer contexts, and larger batches, than this are not searched."""
+
+
+def _batch_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The size of the first dim of a call's first tensor, if it is dynamic."""
+    values = [n.meta["val"] for n in placeholders(graph) if n.meta["kind"] == "input" and is_tensor(n)]
+    sizes = [size_expr(value.shape[0]) for value in values if value.ndim][:1]
+    return {size for size in sizes if isinstance(size, sympy.Symbol)}
 
 
 @dataclass(frozen=True)
@@ -52,24 +59,24 @@ class Limit:
             self._known[key] = self._memory(self._of_rank(plan, in_example_sizes))
         return self._known[key]
 
-    def longest(self, plan: AxisPlan) -> int | None:
-        """The largest number of tokens, in carried values and in the call itself, that still fits.
+    def largest_calls(self, plan: AxisPlan) -> tuple[int | None, int | None]:
+        """The most tokens, in carried values and in the call itself, and the largest batch that still fit.
 
-        None if carried values do not grow. The other sizes are as in the example inputs.
+        Each with all other sizes as in the example inputs; None if carried values do not grow, or
+        the batch is of one size.
         """
         local = self._of_rank(plan, duplicate)
-        symbols = growing_sizes(local.module.graph)
+        graph = local.module.graph
+        return self._largest(local, growing_sizes(graph)), self._largest(local, _batch_sizes(graph))
 
-        def is_too_long(length: int) -> bool:
-            with sizes_as(dict.fromkeys(symbols, length)):
-                return self._memory(local)["peak"] > self.nbytes
+    def _largest(self, local: Shortened, symbols: Collection[sympy.Symbol]) -> int | None:
+        """The largest number for some sizes with which a call fits."""
 
-        if not symbols:
-            return None
-        end = 2
-        while end < MOST_TOKENS and not is_too_long(end):
-            end *= 2
-        return bisect_left(range(end), True, key=is_too_long) - 1
+        def excess(more: int) -> float:
+            with sizes_as(dict.fromkeys(symbols, 1 + more)):
+                return self._memory(local)["peak"] - self.nbytes
+
+        return 1 + last_allowed(excess, MOST_TOKENS - 1) if symbols else None
 
     def _memory(self, local: Shortened) -> dict[str, float]:
         return memory_of(local, self.optimizer, self.slices, keeps_gathered=self.keeps_gathered)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -83,14 +82,11 @@ def plan_graph(
         static=constraints.is_static,
         recompute=problem.model.recompute,
     )
-    memory = {} if limit is None else _memory_within(limit, plan, constraints)
-    costs = _costs(problem, plan, constraints, result.gap, memory)
+    costs = _costs(problem, plan, constraints, result.gap, limit)
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
         priced = replace(plan, costs=costs)
-        beside = beside_ops([PlannedAxis(priced, problem)], costs.seconds)
-        costs = replace(costs, fewer=_with_fewer_ranks(problem, priced), beside=beside)
-    if limit is not None and not aim.trains:
-        costs = replace(costs, context=limit.longest(plan))
+        fewer, beside = _with_fewer_ranks(problem, priced), beside_ops([PlannedAxis(priced, problem)], costs.seconds)
+        costs = replace(costs, fewer=fewer, beside=beside)
     return PlannedAxis(replace(plan, costs=costs), problem)
 
 
@@ -220,15 +216,25 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
 
 
 def _costs(
-    problem: PlanningProblem, plan: AxisPlan, constraints: Constraints, gap: float, memory: Mapping[str, float]
+    problem: PlanningProblem, plan: AxisPlan, constraints: Constraints, gap: float, limit: Limit | None
 ) -> Costs:
+    """The costs of a plan, with its memory if that is limited.
+
+    Raises:
+        PlanError: it exceeds the limit.
+    """
     graph, model = problem.graph, problem.model
-    predicted = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
-    optimizer = constraints.aim.optimizer if constraints.aim.trains else None
-    costs = replace(predicted, gap=gap, memory=memory, optimizer=optimizer)
-    pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
+    costs = replace(predict(graph, model, plan.choices, plan.layouts, plan.conversions), gap=gap)
+    if constraints.aim.trains:
+        costs = replace(costs, optimizer=constraints.aim.optimizer)
+    if limit is not None:
+        costs = replace(costs, memory=_memory_within(limit, plan, constraints))
+    if limit is not None and not constraints.aim.trains:
+        context, batch = limit.largest_calls(plan)
+        costs = replace(costs, context=context, batch=batch)
     if plan.data:
         return costs  # replicated weights are expected here
+    pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 

@@ -152,6 +152,8 @@ class Costs:
     """Number of ranks below the plan's -> seconds of a step with the same choices; 1: unsharded."""
     context: int | None = None
     """The longest context that fits the objective's memory, in tokens, for calls without gradients with a cache."""
+    batch: int | None = None
+    """The largest batch that fits the objective's memory, in calls without gradients of the example's other sizes."""
     step: float | None = None
     """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
     optimizer: OptimizerName | None = None

@@ -153,6 +153,7 @@ def _costs(body: object) -> Costs:
         tuple(map(_gathered, is_of(list, fields["whole"]))),
         {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
         None if fields["context"] is None else is_of(int, fields["context"]),
+        None if fields["batch"] is None else is_of(int, fields["batch"]),
         None if fields["step"] is None else _number(fields["step"]),
         _optimizer(fields["optimizer"]),
         _number(fields["products"]),

@@ -45,8 +45,8 @@ class Objective:
     "h200x8", "b200x8", "a100x8", "mi300x8", ..."""
     mode: Mode = "train"
     """"train": steps with a backward. "infer": calls without gradients, a decode step if the example inputs have a
-    cache, otherwise a prompt. With `memory` the plan then has the longest context that fits (`plan.costs.context`). A
-    model that is sharded for one mode runs calls of the other too."""
+    cache, otherwise a prompt. With `memory` the plan then has the longest context and the largest batch that fit
+    (`plan.costs`). A model that is sharded for one mode runs calls of the other too."""
     split: Split = "weights"
     """"weights": splits dims that weights bring into the model. "sequence": also the sequence, for lengths divisible by
     the number of ranks. "all": also batch and sequence, for inputs of exactly these sizes."""

@@ -162,6 +162,8 @@ def summary(plan: PlanData) -> list[str]:
     lines += [*(f"  {batch_text(each)}" for each in plan.across), *_of_step(plan)]
     if costs.context is not None:
         lines.append(f"  the longest context that fits has {costs.context:,} tokens")
+    if costs.batch is not None:
+        lines.append(f"  the largest batch of this length that fits has {counted(costs.batch, 'sequence')}")
     if plan.recompute:
         lines.append(
             f"  backward computes {counted(len(plan.recompute), 'module')} again, in place of keeping their values: "
