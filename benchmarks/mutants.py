@@ -847,7 +847,7 @@ FAULTS = (
         "checkpoints/copies.py",
         'copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())',
         "copied = tensor.detach()",
-        "tests/test_checkpoint_habits.py -k 'copies or changes_after'",
+        "tests/test_checkpoint_habits.py -k 'copies or changes_'",
     ),
     Fault(
         "optimizer states by the order of parameters",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,28 @@ def test_what_changes_after_save_is_not_saved(tmp_path: Path) -> None:
     into = torch.optim.SGD(other.parameters(), torch.tensor(1.0))
     loaded = ts.load(tmp_path, other, into)
     assert loaded["log"] == [1] and torch.equal(loaded["x"], torch.ones(2)) and into.param_groups[0]["lr"] == 0.1
+    assert same(before, other.state_dict())
+
+
+def test_what_changes_before_it_is_written_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer starts only after the change."""
+    queue, changed = sys.modules["torchshard.checkpoints.copies"].Copies, threading.Event()
+    iterate = queue.__iter__
+
+    def late(copies: Any) -> Any:
+        assert changed.wait(60)
+        yield from iterate(copies)
+
+    monkeypatch.setattr(queue, "__iter__", late)
+    model = nn.Linear(8, 8)
+    before = copy.deepcopy(model.state_dict())
+    saving = ts.save(tmp_path, model, wait=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    changed.set()
+    saving.wait()
+    other = nn.Linear(8, 8)
+    ts.load(tmp_path, other)
     assert same(before, other.state_dict())
 
 
