@@ -279,7 +279,7 @@ def meshes(
         model = ts.shard(model, found[0].plan, mesh=found[0].mesh)
 
     Each has an axis for the batch, one for the weights, which stays within a host (`Machine.domain`), or both. Meshes
-    that exceed the objective's memory come last.
+    that exceed the objective's memory come last; those that could be the fastest get a plan within it.
 
     Args:
         plan: a dict of styles or "auto", as in `shard`.

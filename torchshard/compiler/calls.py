@@ -21,7 +21,7 @@ from torchshard.compiler.program import Program, asked_again, program
 from torchshard.compiler.question import Question
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout
-from torchshard.core.mesh import Mesh
+from torchshard.core.mesh import Holds, Mesh
 from torchshard.ir.data import graph_data, graph_from
 from torchshard.ir.sizes import equal_sizes
 from torchshard.plans.objective import Aim, ObjectiveLike, read_aim
@@ -73,27 +73,28 @@ def plan_meshes(
 ) -> Proposals:
     """Plans a call with the batch of all ranks on each mesh of a number of ranks; logs each as soon as it is planned.
 
-    A mesh gets the plan without a memory limit if that fits, otherwise one within the limit.
+    Of the meshes whose fastest plan exceeds the memory limit, those that could be the fastest get a plan within it: a
+    limit makes no plan faster.
     """
-    call = _Call(model, args, kwargs, is_static=aim.split == "all")
-    aims = [replace(aim, memory=limit) for limit in dict.fromkeys((None, aim.memory))]
+    call, free = _Call(model, args, kwargs, is_static=aim.split == "all"), replace(aim, memory=None)
     found, of_weights = list[Proposal](), dict[int, Plan]()
     for axes in meshes(size, aim.machine.domain):
-        ranks, made, why = read_mesh(axes), None, ""
-        for wanted in aims:
-            shares_plan = wanted.memory is None and bool(ranks.across)  # how weights are stored does not change it
-            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
-            try:
-                made = call.planned(read_constraints(call.facts, given, ranks, wanted)).priced(with_memory=True)
-            except (InputError, PlanError) as error:
-                why = f"{error.what}; try: {error.attempt}"
-                continue
-            if shares_plan:
-                of_weights[ranks.last.size] = made
-            if Proposal(axes, made, aim.memory).fits:
-                break
-        found.append(Proposal(axes, made, aim.memory, why))
-        log.info("%s", found[-1], extra={"is_result": True})
+        ranks = read_mesh(axes)
+        # how weights are stored does not change how they are split
+        given = of_weights.get(ranks.last.size, plan) if ranks.across else plan
+        made = call.proposed(axes, given, free, aim.memory)
+        if made.plan is not None and ranks.across:
+            of_weights[ranks.last.size] = made.plan
+        found.append(made)
+    for made in sorted(found, key=lambda each: each.step):
+        fastest = min(found, key=lambda each: each.seconds)
+        if made.fits or made.plan is None:
+            continue
+        if made.step >= fastest.seconds:
+            found[found.index(made)] = replace(made, why=f"slower than {fastest.name}, even without the limit")
+            continue
+        within = call.proposed(made.mesh, plan, aim, aim.memory)
+        found[found.index(made)] = within if within.plan is not None else replace(made, why=within.why)
     return Proposals(found)
 
 
@@ -114,6 +115,18 @@ class _Call:
             self._graph = json.dumps(graph_data(graph, equal_sizes(graph)))
         except ValueError as error:
             log.info("the model is captured for each mesh: %s", error)
+
+    def proposed(
+        self, mesh: Mapping[str, int | tuple[int, Holds]], plan: PlanLike, aim: Aim, limit: float | None
+    ) -> Proposal:
+        """Plans the call on a mesh, and logs the plan."""
+        try:
+            constraints = read_constraints(self.facts, plan, read_mesh(mesh), aim)
+            made = Proposal(mesh, self.planned(constraints).priced(with_memory=True), limit)
+        except (InputError, PlanError) as error:
+            made = Proposal(mesh, None, limit, f"{error.what}; try: {error.attempt}")
+        log.info("%s", made, extra={"is_result": True})
+        return made
 
     def planned(self, constraints: Constraints) -> Program:
         """Plans the call.

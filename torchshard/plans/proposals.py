@@ -28,7 +28,12 @@ class Proposal:
     limit: float | None = None
     """The limit of a step's bytes on a rank, if any."""
     why: str = ""
-    """The reason if planning failed, and a remedy."""
+    """The reason if planning failed, and a remedy; or why no plan within the limit was searched."""
+
+    @property
+    def name(self) -> str:
+        """The mesh as an option: 'dp=8:shard,tp=8'."""
+        return mesh_option(self.mesh)
 
     @property
     def fits(self) -> bool:
@@ -47,7 +52,7 @@ class Proposal:
 
     def cells(self) -> tuple[str, ...]:
         """Returns its texts, in the order of HEADER."""
-        name = mesh_option(self.mesh)
+        name = self.name
         if self.plan is None:
             return (name, "no plan", *[""] * (len(HEADER) - 2))
         parts, peak = [*self.plan.step_seconds.values()], size_text(self.plan.step_memory["peak"])
@@ -73,8 +78,12 @@ class Proposals(list[Proposal], Notebook):
         return f"<{len(self)} mesh{'es' if len(self) != 1 else ''}, {best}>"
 
     def __str__(self) -> str:
-        """Returns a table with a row per mesh; below it, the reasons for those without a plan."""
-        reasons = dict.fromkeys(f"{each.cells()[0]}: {each.why}" for each in self if each.plan is None)
+        """Returns a table with a row per mesh; below it, the reasons for those without a plan that fits."""
+        names: dict[str, list[str]] = {}
+        for each in self:
+            if each.why:
+                names.setdefault(each.why, []).append(each.name)
+        reasons = (f"{' and '.join(of)}: {why}" for why, of in names.items())
         return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 
 
