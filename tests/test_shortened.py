@@ -57,10 +57,10 @@ class Stack(nn.Module):
         return (loss, states) if self.all_states else loss
 
 
-def _llama(**options: Any) -> nn.Module:
+def _llama(width: int = 16) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
-        num_hidden_layers=COUNT, use_cache=False, **options,
+        hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, num_key_value_heads=2, vocab_size=32,
+        num_hidden_layers=COUNT, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -75,6 +75,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "all states": lambda: Stack([24] * COUNT, all_states=True),
     "shared": lambda: Stack([24] * COUNT, shared=True),
     "llama": _llama,
+    "wide llama": lambda: _llama(256),  # its gathers begin a layer early
 }
 MESHES: dict[str, Any] = {"tp": 2, "dp": {"dp": (2, "shard")}, "both": {"dp": (2, "shard"), "tp": 3}}
 
@@ -95,12 +96,12 @@ def _both(plan: ts.Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, flo
     return few, predicted_memory(plan)
 
 
-@nightly(but=["tp-equal", "both-alternating", "tp-some recomputed", "dp-all states", "tp-llama"])
+@nightly(but=["tp-equal", "both-alternating", "tp-some recomputed", "dp-all states", "tp-llama", "dp-wide llama"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_few_of_the_layers_take_the_memory_of_all(mesh: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = MODELS[name](), torch.randint(16, (4, 6))
-    kwargs = {"input_ids": ids, "labels": ids} if name == "llama" else {"ids": ids}
+    kwargs = {"input_ids": ids, "labels": ids} if "llama" in name else {"ids": ids}
     plan = ts.plan(model, "auto", example_kwargs=kwargs, mesh=MESHES[mesh])
     few, all_layers = _both(plan, monkeypatch)
     assert few == all_layers

@@ -1,10 +1,11 @@
 """A graph with a few of its equal layers, for estimates whose time should not grow with the number of layers.
 
     before    embedding, layer 0, layer 1, layer 2, layer 3, layer 4, ... layer 79, head
-    after     embedding, layer 0, layer 1, layer 2, layer 3, head;    a gap of 76 layers after layer 3
+    after     embedding, layer 0, layer 1, layer 2, layer 3, layer 4, head;    a gap of 75 layers after layer 4
 
 From layer 1 to layer 2 a step gains as many bytes as from each layer to the next (and loses as many in backward), so a
-gap's bytes are known at layer 2. Layers 0 and 3 keep these two apart from what precedes and follows the layers.
+gap's bytes are known at layer 2. Layers 0, 3 and 4 keep these two apart from what precedes and follows the layers:
+messages begin up to a layer early.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from torchshard.core.paths import layer_of
 from torchshard.ir.editing import empty_module
 from torchshard.ir.graph import result_layouts, results_of
 from torchshard.planner.folded import Folded
 from torchshard.planner.repeats import Repetition
 
-KEPT = 4
+KEPT = 5
 """The number of equal layers that a shortened graph keeps."""
 
 
@@ -54,8 +54,9 @@ def shortened(module: fx.GraphModule, keys: Mapping[fx.Node, object]) -> Shorten
         keys: a value per node beside its op, arguments and type; nodes of equal layers have equal values.
     """
     results = {node for node in results_of(module.graph) if isinstance(node, fx.Node)}
-    folded = Folded.of(module.graph, {n: (keys.get(n), n in results) for n in module.graph.nodes}, fold=True)
-    runs = [run for run in (_from_a_layer_on(folded, each) for each in folded.runs) if run.count > KEPT]
+    differences = {n: (keys.get(n), n in results) for n in module.graph.nodes}
+    folded = Folded.of(module.graph, differences, by_layer=True)  # a part of a layer must not meet a part of another
+    runs = [run for run in folded.runs if run.count > KEPT]
     if not runs:
         return Shortened(module, lambda: module)
     stand_ins = _stand_ins(folded, runs)
@@ -63,22 +64,6 @@ def shortened(module: fx.GraphModule, keys: Mapping[fx.Node, object]) -> Shorten
     times = {name: count + 1 for name, count in removed.items()}
     gaps = tuple(Gap(run.count - KEPT, (_middle(folded, run, 1), _middle(folded, run, 2))) for run in runs)
     return Shortened(_without(module, stand_ins), lambda: module, gaps, times)
-
-
-def _from_a_layer_on(folded: Folded, run: Repetition) -> Repetition:
-    """A run moved to the start of a layer, if it has one: what remains of a layer must not meet a part of another."""
-    layers = [layer_of(node.meta.get("module", "")) for node in folded.nodes[run.start : run.start + run.period]]
-    starts = [i for i, layer in enumerate(layers) if i and layer is not None and layer != layers[i - 1]]
-    if not starts:
-        return run
-    moved = Repetition(run.start + starts[0], run.period, run.count - 1)
-    last = max((folded.position[u] for n in _block(folded, moved, 0) for u in n.users if u.op != "output"), default=0)
-    return moved if moved.block_of(last) <= 1 else run
-
-
-def _block(folded: Folded, run: Repetition, number: int) -> list[fx.Node]:
-    start = run.start + number * run.period
-    return folded.nodes[start : start + run.period]
 
 
 def _stand_ins(folded: Folded, runs: Sequence[Repetition]) -> dict[fx.Node, fx.Node]:
@@ -96,7 +81,8 @@ def _stand_ins(folded: Folded, runs: Sequence[Repetition]) -> dict[fx.Node, fx.N
 
 
 def _middle(folded: Folded, run: Repetition, block: int) -> frozenset[str]:
-    return frozenset(n.name for n in _block(folded, run, block)[run.period // 4 : (3 * run.period + 3) // 4])
+    start = run.start + block * run.period
+    return frozenset(n.name for n in folded.nodes[start + run.period // 4 : start + (3 * run.period + 3) // 4])
 
 
 def _without(module: fx.GraphModule, stand_ins: Mapping[fx.Node, fx.Node]) -> fx.GraphModule:

@@ -7,10 +7,12 @@ second is its predecessor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from torch import Tensor, fx
 
+from torchshard.core.paths import layer_of
 from torchshard.custom_ops.whole import WholeCall, op_of
 from torchshard.ir.graph import bound_args, is_tensor_op, node_row, tensor_type, values
 from torchshard.planner.repeats import Item, Reference, Repetition, find_runs
@@ -26,16 +28,20 @@ class Folded:
     position: dict[fx.Node, int]
 
     @staticmethod
-    def of(graph: fx.Graph, keys: Mapping[fx.Node, object], *, fold: bool) -> Folded:
+    def of(graph: fx.Graph, keys: Mapping[fx.Node, object], *, fold: bool = True, by_layer: bool = False) -> Folded:
         """Finds the runs of a graph.
 
         Args:
             keys: a value per node; one node represents others only if their values are equal.
             fold: whether to search for runs.
+            by_layer: whether blocks begin where a layer does, and not where the fewest values cross.
         """
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         position = {node: i for i, node in enumerate(nodes)}
-        return Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
+        items = _items(nodes, position, keys) if fold else []
+        if by_layer:
+            items = [replace(item, begins=begins) for item, begins in zip(items, layer_begins(nodes), strict=True)]
+        return Folded(nodes, find_runs(items), position)
 
     def share_rows(self) -> None:
         """Gives all nodes the rows of those that represent them."""
@@ -77,6 +83,12 @@ class Folded:
         """Returns the placeholder that the planned blocks read in the place where this one is read first."""
         home, slot = self.first_use(node)
         return node if home < 0 else self.nodes[self.representative(home)].all_input_nodes[slot]
+
+
+def layer_begins(nodes: Sequence[fx.Node]) -> list[bool]:
+    """Returns whether each node is in another layer than the one before."""
+    layers = [layer_of(node.meta.get("module", "")) for node in nodes]
+    return [layer is not None and layer != before for before, layer in pairwise([None, *layers])]
 
 
 def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, object]) -> list[Item]:

@@ -33,6 +33,8 @@ class Item:
 
     key: Hashable
     references: tuple[Reference, ...] = ()
+    begins: bool = False
+    """Whether blocks should begin here, if a run has such an item."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,14 @@ def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, 
     for i in range(low, high):
         if i + period >= high or not _match(items, i, period):
             if i + period - start >= MIN_BLOCKS * period:
-                run = _aligned(last, period, start, i + period)
+                run = _aligned(items, last, period, start, i + period)
                 runs += _closed(last, run)
             start = i + 1
     return runs
 
 
-def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Repetition:
-    """Returns the run within [start, stop) in which the fewest values cross from a block to the next."""
+def _aligned(items: Sequence[Item], last: Sequence[int], period: int, start: int, stop: int) -> Repetition:
+    """Returns the run within [start, stop) whose blocks begin where they should, or else the fewest values cross."""
     middle = start + ((stop - start) // period // 2) * period
 
     def crossing(shift: int) -> int:
@@ -130,7 +132,12 @@ def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Repetit
         return sum(last[i] >= boundary for i in range(boundary - period, boundary))
 
     shifts = range(period)
-    best = min(shifts, key=lambda shift: (crossing(shift) - (shift <= (stop - start) % period) * 0.5, shift))
+    keeps_count = (stop - start) % period
+
+    def rank(shift: int) -> tuple[bool, float, int]:
+        return not items[start + shift].begins, crossing(shift) - (shift <= keeps_count) * 0.5, shift
+
+    best = min(shifts, key=rank)
     return Repetition(start + best, period, (stop - start - best) // period)
 
 

@@ -14,7 +14,8 @@ from torch import fx
 
 from torchshard.core.paths import layer_of, number_ranges
 from torchshard.ir.listing import lines, rows_of
-from torchshard.planner.repeats import Item, Repetition, find_runs
+from torchshard.planner.folded import layer_begins
+from torchshard.planner.repeats import Item, find_runs
 
 
 def folded_lines(nodes: Sequence[fx.Node]) -> str:
@@ -23,17 +24,16 @@ def folded_lines(nodes: Sequence[fx.Node]) -> str:
     Layers are equal if their lines differ in the numbers of names alone.
     """
     rows = rows_of(nodes)
-    items = [Item(_key(node, row)) for node, row in zip(nodes, rows, strict=True)]
+    keys = (_key(node, row) for node, row in zip(nodes, rows, strict=True))
+    items = [Item(key, begins=begins) for key, begins in zip(keys, layer_begins(nodes), strict=True)]
     shown, last = list[Sequence[str]](), 0
     for run in find_runs(items):
-        start = _start_of_layer(nodes, run)
-        second = start + run.period
-        more = (run.stop - second) // run.period
-        middles = (second + run.period // 2 + i * run.period for i in range(more))
-        layers = dict.fromkeys(filter(None, (layer_of(nodes[i].meta.get("module", "")) for i in middles)))
+        second = run.start + run.period
+        middles = nodes[second + run.period // 2 : run.stop : run.period]
+        layers = dict.fromkeys(filter(None, (layer_of(node.meta.get("module", "")) for node in middles)))
         names = f" for {', '.join(number_ranges(sorted(layers, key=_numbers)))}" if layers else ""
-        shown += [*rows[last:second], [f"  and {more} times more: the same {run.period} lines{names}"]]
-        last = second + more * run.period
+        shown += [*rows[last:second], [f"  and {run.count - 1} times more: the same {run.period} lines{names}"]]
+        last = run.stop
     return lines([*shown, *rows[last:]], fits=True)
 
 
@@ -46,10 +46,3 @@ def _key(node: fx.Node, row: Sequence[str]) -> tuple[str, ...]:
 
 def _numbers(path: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path)]
-
-
-def _start_of_layer(nodes: Sequence[fx.Node], run: Repetition) -> int:
-    """The first position in a run's first block at which a layer begins, or the run's own start."""
-    layers = [layer_of(node.meta.get("module", "")) for node in nodes[: run.start + run.period]]
-    starts = (i for i in range(max(run.start, 1), run.start + run.period) if layers[i] and layers[i] != layers[i - 1])
-    return next(starts, run.start)
