@@ -84,9 +84,7 @@ def plan_graph(
     )
     costs = _costs(problem, plan, constraints, result.gap, limit)
     if is_first and not constraints.mesh.across:  # otherwise fewer ranks would each have a part of the batch
-        priced = replace(plan, costs=costs)
-        fewer, beside = _with_fewer_ranks(problem, priced), beside_ops([PlannedAxis(priced, problem)], costs.seconds)
-        costs = replace(costs, fewer=fewer, beside=beside)
+        costs = _step_costs(problem, replace(plan, costs=costs))
     return PlannedAxis(replace(plan, costs=costs), problem)
 
 
@@ -238,12 +236,13 @@ def _costs(
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 
-def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, float]:
-    """Seconds of a step with the same choices on 1, 2, 4, ... ranks, fewer than the plan's."""
-    seconds = {}
+def _step_costs(problem: PlanningProblem, plan: AxisPlan) -> Costs:
+    """A plan's costs with what a step takes beside its ops, here and with the same choices on 1, 2, 4, ... ranks."""
+    kernels, seconds = problem.kernels(), dict[int, float]()
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
         fewer = replace(problem, model=problem.model.on(ranks))
         costs = replace(fewer.costs_of(plan.choices, plan.layouts), optimizer=plan.costs.optimizer)
         of_fewer = PlannedAxis(replace(plan, axis=fewer.model.axis, costs=costs), fewer)
-        seconds[ranks] = costs.seconds + sum(beside_ops([of_fewer], costs.seconds).values())
-    return seconds
+        seconds[ranks] = costs.seconds + sum(beside_ops([of_fewer], costs.seconds, kernels).values())
+    beside = beside_ops([PlannedAxis(plan, problem)], plan.costs.seconds, kernels)
+    return replace(plan.costs, fewer=seconds, beside=beside)

@@ -156,7 +156,8 @@ class Program:
             plans[-1] = replace(plans[-1], costs=replace(plans[-1].costs, memory=memory))
         if plans[-1].data:
             step = seconds_of_step(solved)
-            plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside_ops(solved, step)))
+            beside = beside_ops(solved, step, solved[0].problem.kernels())
+            plans[0] = replace(plans[0], costs=replace(plans[0].costs, step=step, beside=beside))
         plan, problems = replace(self.plan, axes=(*plans[1:], plans[0])), tuple(problem for _, problem in solved)
         return replace(self, plan=plan, problems=problems).with_source().plan
 

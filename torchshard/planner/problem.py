@@ -13,7 +13,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.rows import Choice
 from torchshard.ir.fake_values import other_sizes, sizes_as
-from torchshard.ir.graph import consumers
+from torchshard.ir.graph import consumers, is_tensor_op
 from torchshard.planner.build import build
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -45,8 +45,6 @@ class Price(NamedTuple):
     """FLOPs of the op's products in forward."""
     nbytes: float
     """Bytes that the op reads and writes in forward."""
-    kernels: int
-    """Kernels that it starts in an eager step."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,14 @@ class PlanningProblem:
     def _price(self, node: fx.Node, choice: Choice) -> Price:
         op = Op.of(node)
         model = self.model
-        return Price(*model.ways(op, choice), model.flops(op, choice), model.traffic(op, choice), self._kernels(op))
+        return Price(*model.ways(op, choice), model.flops(op, choice), model.traffic(op, choice))
+
+    def kernels(self) -> int:
+        """Returns the kernels that the host starts in a step, if the device may wait for it: on any number of ranks."""
+        if self.model.compiled or not self.model.machine.host_overhead:
+            return 0
+        with sizes_as(self.sizes):
+            return sum(self._kernels(Op.of(node)) for node in self.graph.nodes if is_tensor_op(node))
 
     def _kernels(self, op: Op) -> int:
         ahead, back = kernels_of(op, compiled=self.model.compiled)
