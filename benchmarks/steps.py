@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from backends import begin
 from torch import Tensor, nn
 
 import torchshard as ts
+from torchshard.cli.measured_steps import OPTIMIZER, MeasuredStep, measured_step
 from torchshard.core.units import time_text
 
-RANKS, WARM_UP, ROUNDS = 2, 3, 7
+RANKS = 2
 BATCH, LENGTH, WORDS = 4, 128, 1000
 Case = tuple[nn.Module, dict[str, Tensor]]
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -86,28 +85,17 @@ CASES: list[tuple[Callable[[], Case], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def rank_main(backend: str | None) -> list[tuple[str, float, float]]:
-    """Name, predicted and measured seconds of each case."""
+def rank_main(backend: str | None) -> list[MeasuredStep]:
+    """The step of each case."""
     begin(backend)
     machine, found = ts.measure_machine(), []
     for build, mesh in CASES:
         torch.manual_seed(0)
         model, call = build()
-        objective = {"machine": machine, "optimizer": "adamw-plain"}
+        objective = {"machine": machine, "optimizer": OPTIMIZER}
         sharded = ts.shard(model, "auto", example_kwargs=call, mesh=mesh, objective=objective)
-        optimizer = torch.optim.AdamW(sharded.parameters())
-        times = []
-        for _ in range(WARM_UP + ROUNDS):
-            dist.barrier()
-            start = time.perf_counter()
-            sharded(**call).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor(times[WARM_UP:])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        predicted = sum(sharded.plan.step_seconds.values())
-        found.append((f"{build.__name__} {next(iter(mesh))}", predicted, statistics.median(slowest.tolist())))
+        name = f"{build.__name__} {next(iter(mesh))}"
+        found.append(measured_step(name, sharded, lambda sharded=sharded, call=call: sharded(**call).loss))
     return found
 
 
@@ -115,11 +103,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default=None, help="of the ranks; by default memory, as torchshard chooses")
     options = parser.parse_args()
-    found = ts.distributed.launch(partial(rank_main, options.backend), RANKS, ())[0]
-    for name, predicted, measured in found:
-        ratio = predicted / measured
-        print(f"{name:12} predicted {time_text(predicted):>8}, measured {time_text(measured):>8}, ratio {ratio:.2f}")
-    errors = [abs(predicted / measured - 1) for _, predicted, measured in found]
+    steps = ts.distributed.launch(partial(rank_main, options.backend), RANKS, ())[0]
+    for step in steps:
+        predicted, measured = time_text(step.predicted), time_text(step.measured)
+        print(f"{step.name:12} predicted {predicted:>8}, measured {measured:>8}, ratio {step.ratio:.2f}")
+    errors = [step.error for step in steps]
     print(f"mean |ratio - 1| {statistics.mean(errors):.3f}, largest {max(errors):.3f}")
 
 

@@ -218,7 +218,7 @@ def _measure(options: argparse.Namespace) -> int:
     ts.distributed.init_process_group()
     machine = ts.measure_machine()
     steps = list(measured_steps(machine))
-    machine = replace(machine, error=statistics.mean(abs(step.ratio - 1) for step in steps))
+    machine = replace(machine, error=statistics.mean(step.error for step in steps))
     if dist.get_rank() == 0:
         machine.save(options.output)
         print(*told(machine, steps), sep="\n")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 import torchshard as ts
 from torchshard.compiler.constraints import PlanLike
 from torchshard.core.columns import columns
+from torchshard.core.mesh import MODEL
 from torchshard.core.units import time_text
+from torchshard.distributed.group import lookup
 from torchshard.plans.machine import Machine
+from torchshard.runtime.measure import device_of, seconds_of, slowest_of
 
 WARM_UP, ROUNDS = 2, 5
 """Steps of each model before those that are timed, and those; the median counts."""
-
+OPTIMIZER = "adamw-plain"
+"""The optimizer of these steps: `torch.optim.AdamW` on the parameters themselves."""
 LARGER = 16
 """How many times as many rows a GPU gets: it would finish a CPU's work before the next kernel starts."""
 
@@ -39,52 +44,55 @@ class MeasuredStep:
         """The predicted time over the measured one."""
         return self.predicted / self.measured
 
+    @property
+    def error(self) -> float:
+        """|ratio - 1|."""
+        return abs(self.ratio - 1)
+
 
 def measured_steps(machine: Machine) -> Iterator[MeasuredStep]:
     """Trains some models under two plans each, the fastest one and one that splits nothing; all ranks must call it."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    for name, (build, shape) in MODELS.items():
-        ways: dict[str, PlanLike] = {"split": "auto", "whole": {"*": "replicate"}}
+    device = device_of(lookup(MODEL))
+    ways: dict[str, PlanLike] = {"split": "auto", "whole": {"*": "replicate"}}
+    for name, (build, (rows, *sizes)) in MODELS.items():
         for how, plan in ways.items():
             torch.manual_seed(0)
-            rows = shape[0] * (LARGER if device.type == "cuda" else 1)
-            model, x = build().to(device), torch.randn(rows, *shape[1:], device=device)
-            sharded = ts.shard(model, plan, (x,), objective={"machine": machine, "optimizer": "adamw-plain"})
-            optimizer = torch.optim.AdamW(sharded.parameters())
-
-            def step(sharded: nn.Module = sharded, x: Tensor = x, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                sharded(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-
-            yield MeasuredStep(f"{name}, {how}", sum(sharded.plan.step_seconds.values()), _seconds(step, device))
+            rows_here = rows * LARGER if device.type == "cuda" else rows
+            model, x = build().to(device), torch.randn(rows_here, *sizes, device=device)
+            sharded = ts.shard(model, plan, (x,), objective={"machine": machine, "optimizer": OPTIMIZER})
+            yield measured_step(f"{name}, {how}", sharded, partial(_loss, sharded, x))
 
 
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    """The median of a step's seconds on the slowest rank."""
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return cast(Tensor, model(x).square().mean())
+
+
+def measured_step(name: str, sharded: ts.ShardedModule, loss: Callable[[], Tensor]) -> MeasuredStep:
+    """Trains a model by AdamW for some steps; all ranks must call it.
+
+    Args:
+        sharded: a model whose plan counts `OPTIMIZER`.
+        loss: calls the model.
+    """
+    group = lookup(MODEL)
+    device, optimizer = device_of(group), torch.optim.AdamW(sharded.parameters())
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     times = []
     for _ in range(WARM_UP + ROUNDS):
         dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(times[WARM_UP:], device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+        times.append(seconds_of(device, step))
+    measured = statistics.median(slowest_of(group, torch.tensor(times[WARM_UP:], device=device)))
+    return MeasuredStep(name, sum(sharded.plan.step_seconds.values()), measured)
 
 
-class _Layers(nn.Sequential):
-    """Transformer layers of a width."""
-
-    def __init__(self, width: int, count: int = 2) -> None:
-        layer = nn.TransformerEncoderLayer(
-            width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
-        )
-        super().__init__(*(layer for _ in range(count)))
+def _layers(width: int, count: int = 2) -> nn.Module:
+    layer = partial(nn.TransformerEncoderLayer, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(*(layer(width, width // 64, 4 * width) for _ in range(count)))
 
 
 def _mlp(width: int) -> nn.Module:
@@ -98,8 +106,8 @@ def _convolutions() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "an MLP of width 256": (lambda: _mlp(256), (512, 256)),
     "an MLP of width 1024": (lambda: _mlp(1024), (512, 1024)),
-    "transformer layers of width 256": (lambda: _Layers(256), (4, 128, 256)),
-    "transformer layers of width 512": (lambda: _Layers(512), (4, 128, 512)),
+    "transformer layers of width 256": (lambda: _layers(256), (4, 128, 256)),
+    "transformer layers of width 512": (lambda: _layers(512), (4, 128, 512)),
     "convolutions of 64 channels": (_convolutions, (8, 16, 32, 32)),
 }
 """Name -> (a function that builds the model, the shape of its input)."""
@@ -119,11 +127,11 @@ def told(machine: Machine, steps: list[MeasuredStep]) -> list[str]:
         for each in machine.transfers
     ]
     compared = [(each.name, time_text(each.predicted), time_text(each.measured), f"{each.ratio:.2f}") for each in steps]
-    worst = max(abs(each.ratio - 1) for each in steps)
     return [
         machine.name,
         *columns(rows),
         "",
         *columns([("a training step of", "predicted", "measured", "ratio"), *compared]),
-        f"predicted times differ from measured ones by {machine.error:.0%} on average, by {worst:.0%} at most",
+        f"predicted times differ from measured ones by {machine.error:.0%} on average, by "
+        f"{max(each.error for each in steps):.0%} at most",
     ]

@@ -78,12 +78,12 @@ def measure_machine(width: int = 1024) -> Machine:
             attempt="measure_machine(width=1024)",
         )
     group = lookup(MODEL)
-    device = _device(group)
+    device = device_of(group)
     times = _compute_times(device, width)
     if group.size > 1:
         verify_following_call(group, lambda: "measure_machine")
         times |= _collective_times(group, device)
-    slowest = dict(zip(times, _slowest(group, torch.tensor(list(times.values()), device=device)), strict=True))
+    slowest = dict(zip(times, slowest_of(group, torch.tensor(list(times.values()), device=device)), strict=True))
     return Machine(
         f"a machine measured with {group.size} ranks",
         flops=2 * width**3 / slowest["product"],
@@ -99,7 +99,7 @@ def measure_machine(width: int = 1024) -> Machine:
     )
 
 
-def _device(group: Group) -> torch.device:
+def device_of(group: Group) -> torch.device:
     """Returns the device that the group's ranks compute on, by its backend."""
     on_gpu = group.process_group is not None and "nccl" in dist.get_backend_config(group.process_group)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -196,10 +196,11 @@ def _elementwise_bytes() -> int:
 
 def _typical(device: torch.device, run: Callable[[], object]) -> float:
     run()  # the first call also loads kernels and allocates memory
-    return statistics.median(_once(device, run) for _ in range(ROUNDS))
+    return statistics.median(seconds_of(device, run) for _ in range(ROUNDS))
 
 
-def _once(device: torch.device, run: Callable[[], object]) -> float:
+def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
+    """Returns the seconds of one call, with all kernels that it starts on a device."""
     _synchronize(device)
     start = time.perf_counter()
     run()
@@ -224,14 +225,14 @@ def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[],
     for _ in range(ROUNDS):
         # The ranks start each measurement together; otherwise one could wait for another's previous measurement.
         collective(group, dist.all_reduce, barrier)
-        alone = _once(device, lambda: products(lambda: None))
+        alone = seconds_of(device, lambda: products(lambda: None))
         collective(group, dist.all_reduce, barrier)
-        added.append((_once(device, lambda: products(run)) - alone) / CALLS_PER_ROUND)
+        added.append((seconds_of(device, lambda: products(run)) - alone) / CALLS_PER_ROUND)
     # The lower quartile: other programs on the machine make some rounds longer, never shorter.
     return max(statistics.quantiles(added, n=4)[0], MIN_SECONDS)
 
 
-def _slowest(group: Group, times: Tensor) -> list[float]:
+def slowest_of(group: Group, times: Tensor) -> list[float]:
     """Returns each time's maximum over the ranks."""
     if group.size > 1:
         collective(group, dist.all_reduce, times, op=dist.ReduceOp.MAX)
