@@ -56,9 +56,9 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
     return found
 
 
-def multiples(graph: fx.Graph, dims: Mapping[int, int]) -> frozenset[sympy.Symbol]:
-    """Returns those of `divided_sizes` that are split: in this call they are divisible by the number of ranks."""
-    return frozenset(size for size, known in divided_sizes(graph, dims).items() if known.fits)
+def multiples(sizes: Mapping[sympy.Symbol, Divided]) -> frozenset[sympy.Symbol]:
+    """Returns those of `divided_sizes` that ranks may split: in this call they are divisible."""
+    return frozenset(size for size, known in sizes.items() if known.fits)
 
 
 class Assumption(Protocol):

@@ -165,7 +165,7 @@ def captured_flat(
     # Drops the modules and attributes of the exported program, which the graph does not use.
     graph = duplicate(fx.GraphModule(nn.Module(), graph.graph))
     sizes = divided_sizes(graph.graph, divided)
-    graph.meta["multiples"] = multiples(graph.graph, divided)
+    graph.meta["multiples"] = multiples(sizes)
     return Captured(
         graph=graph,
         inputs=inputs,

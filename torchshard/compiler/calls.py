@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchshard.capture import flatten_call
-from torchshard.capture.assumptions import multiples
+from torchshard.capture.assumptions import divided_sizes, multiples
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler import batches
 from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints, read_plan
@@ -76,59 +76,53 @@ def plan_meshes(
     Of the meshes whose fastest plan exceeds the memory limit, those that could be the fastest get a plan within it: a
     limit makes no plan faster.
     """
-    call, free = _Call(model, args, kwargs, is_static=aim.split == "all"), replace(aim, memory=None)
-    found, of_weights = list[Proposal](), dict[int, Plan]()
+    call, found, of_weights = _Call(model, args, kwargs, aim), dict[str, Proposal](), dict[int, Plan]()
     for axes in meshes(size, aim.machine.domain):
         ranks = read_mesh(axes)
         # how weights are stored does not change how they are split
         given = of_weights.get(ranks.last.size, plan) if ranks.across else plan
-        made = call.proposed(axes, given, free, aim.memory)
+        made = call.proposed(axes, given, replace(aim, memory=None))
         if made.plan is not None and ranks.across:
             of_weights[ranks.last.size] = made.plan
-        found.append(made)
-    for made in sorted(found, key=lambda each: each.step):
-        fastest = min(found, key=lambda each: each.seconds)
-        if made.fits or made.plan is None:
-            continue
+        found[made.name] = made
+    too_much = (made for made in found.values() if made.plan is not None and not made.fits)
+    for made in sorted(too_much, key=lambda each: each.step):
+        fastest = min(found.values(), key=lambda each: each.seconds)
         if made.step >= fastest.seconds:
-            found[found.index(made)] = replace(made, why=f"slower than {fastest.name}, even without the limit")
+            found[made.name] = replace(made, why=f"slower than {fastest.name}, even without the limit")
             continue
-        within = call.proposed(made.mesh, plan, aim, aim.memory)
-        found[found.index(made)] = within if within.plan is not None else replace(made, why=within.why)
-    return Proposals(found)
+        within = call.proposed(made.mesh, plan, aim)
+        found[made.name] = within if within.plan is not None else replace(made, why=within.why)
+    return Proposals(found.values())
 
 
 class _Call:
-    """A call that is captured once, and planned on several meshes.
+    """A call that is captured once, and planned on several meshes, to be compared by an aim.
 
     Each plan gets a graph with sizes of its own, because planning divides them by the mesh's ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, *, is_static: bool
-    ) -> None:
-        self._call = model, args, kwargs
-        self.facts, self._leaves = ModelFacts.of(model), flatten_call(model, args, kwargs or {})
-        graph = prepared(model, args, kwargs, dynamic=not is_static, repeating=True).graph
+    def __init__(self, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, aim: Aim) -> None:
+        self._call, self._limit = (model, args, kwargs), aim.memory
+        self._facts, self._leaves = ModelFacts.of(model), flatten_call(model, args, kwargs or {})
+        graph = prepared(model, args, kwargs, dynamic=aim.split != "all", repeating=True).graph
         self._graph = ""
         try:
             self._graph = json.dumps(graph_data(graph, equal_sizes(graph)))
         except ValueError as error:
             log.info("the model is captured for each mesh: %s", error)
 
-    def proposed(
-        self, mesh: Mapping[str, int | tuple[int, Holds]], plan: PlanLike, aim: Aim, limit: float | None
-    ) -> Proposal:
+    def proposed(self, mesh: Mapping[str, int | tuple[int, Holds]], plan: PlanLike, aim: Aim) -> Proposal:
         """Plans the call on a mesh, and logs the plan."""
         try:
-            constraints = read_constraints(self.facts, plan, read_mesh(mesh), aim)
-            made = Proposal(mesh, self.planned(constraints).priced(with_memory=True), limit)
+            constraints = read_constraints(self._facts, plan, read_mesh(mesh), aim)
+            made = Proposal(mesh, self._planned(constraints).priced(with_memory=True), self._limit)
         except (InputError, PlanError) as error:
-            made = Proposal(mesh, None, limit, f"{error.what}; try: {error.attempt}")
+            made = Proposal(mesh, None, self._limit, f"{error.what}; try: {error.attempt}")
         log.info("%s", made, extra={"is_result": True})
         return made
 
-    def planned(self, constraints: Constraints) -> Program:
+    def _planned(self, constraints: Constraints) -> Program:
         """Plans the call.
 
         Raises:
@@ -140,8 +134,8 @@ class _Call:
             model, args, kwargs = self._call
             return program(model, constraints, args, kwargs, batches=layouts, repeating=True)
         graph, _ = graph_from(json.loads(self._graph))
-        graph.meta["multiples"] = multiples(graph.graph, constraints.divided)
-        return asked_again(Question(graph, self.facts, constraints, graph.meta["multiples"], batches=layouts))
+        graph.meta["multiples"] = known = multiples(divided_sizes(graph.graph, constraints.divided))
+        return asked_again(Question(graph, self._facts, constraints, known, batches=layouts))
 
 
 def aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:

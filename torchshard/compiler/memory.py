@@ -112,9 +112,11 @@ def memory_of(
     local = replace(local, module=in_example_sizes(local.module))
     graph = local.module.graph
     stored, held = [n for n in placeholders(graph) if n.meta["kind"] != "input"], dict[str, Held]()
+    trained = {node.meta["path"] for node in stored if node.meta["needs_grad"]}
     for node in stored:  # tied ones once
-        size = local.times.get(node.name, 1) * nbytes(node.meta["val"]) / (slices if is_weight(node) else 1)
-        held[node.meta["path"]] = Held(size, node.meta["val"].dtype.itemsize, bool(node.meta["needs_grad"]))
+        path, value = node.meta["path"], node.meta["val"]
+        size = local.times.get(node.name, 1) * nbytes(value) / (slices if is_weight(node) else 1)
+        held[path] = Held(size, value.dtype.itemsize, path in trained)
     total = memory_of_weights(held.values(), optimizer)
     carried = carried_inputs(graph)
     if carried:
