@@ -87,7 +87,7 @@ def memory_of_rank(local: fx.GraphModule, optimizer: Optimizer) -> dict[str, flo
 
 
 def _place(node: fx.Node) -> tuple[object, ...]:
-    """What the memory of a rank's op depends on beside its target, arguments and types."""
+    """Everything that an op's memory on a rank depends on, except its target, arguments and types."""
     return (node.meta.get("layouts"), "recompute" in node.meta, node.meta.get("gathered_again"))
 
 
@@ -139,7 +139,7 @@ class Held(NamedTuple):
 
 
 def memory_of_weights(held: Iterable[Held], optimizer: Optimizer) -> dict[str, float]:
-    """Bytes of parameters and buffers, of their gradients, and of what the optimizer keeps."""
+    """Bytes of parameters and buffers, gradients and optimizer state."""
     total = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
     for size, itemsize, is_trained in held:
         total["parameters"] += size

@@ -1,4 +1,4 @@
-"""A graph with a few of its equal layers, for estimates whose time should not grow with the number of layers.
+"""A graph with few of its equal layers: estimates then take a time that does not grow with the depth of a model.
 
     before    embedding, layer 0, layer 1, layer 2, layer 3, layer 4, ... layer 79, head
     after     embedding, layer 0, layer 1, layer 2, layer 3, layer 4, head;    a gap of 75 layers after layer 4

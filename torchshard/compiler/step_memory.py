@@ -100,7 +100,7 @@ class _Memory:
         return ends
 
     def _pass(self, node: fx.Node, in_backward: bool) -> None:
-        """Adds the bytes of a gap's layers as soon as two of the layers beside it show what each adds."""
+        """Adds the bytes of the removed layers once two kept layers have shown how many bytes one adds."""
         names = (node.name, *node.meta.get("gradient_of", ()), node.meta.get("inside", ""))
         for number, gap in enumerate(self.gaps):
             layer = next((i for i, inside in enumerate(gap.inside) if not inside.isdisjoint(names)), None)

@@ -157,9 +157,9 @@ class Costs:
     step: float | None = None
     """Seconds of a step over all mesh axes that split the batch, without hidden communication."""
     optimizer: OptimizerName | None = None
-    """What updates the parameters; None for calls without gradients."""
+    """The optimizer that is counted; None for calls without gradients."""
     products: float = 0.0
-    """Of the seconds of computation, those of matrix products, with convolutions and attention."""
+    """Seconds of computation that matrix products, convolutions and attention take."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """'the slowest host', 'the optimizer', 'copies of slices', 'waiting for the host' -> further seconds of a step."""
 

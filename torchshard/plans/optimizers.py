@@ -1,4 +1,4 @@
-"""What optimizers keep of each trained parameter, and read and write at a step: for estimates of memory and time."""
+"""Optimizers' state per parameter and memory traffic per step, for estimates of memory and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OptimizerName = Literal["adamw", "adamw-plain", "adamw-8bit", "sgd-momentum", "s
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What an optimizer keeps of a parameter."""
+    """The state that an optimizer keeps per parameter."""
 
     text: str
     states: int
@@ -23,15 +23,15 @@ class Optimizer:
     """Whether it also keeps a parameter of less than 4 bytes an element as float32 ("master weights")."""
 
     def held(self, itemsize: int) -> int:
-        """Returns the bytes that it keeps per element of a parameter whose elements have `itemsize` bytes."""
+        """Returns the bytes of state per element of a parameter with elements of `itemsize` bytes."""
         state = itemsize if self.itemsize is None else self.itemsize
         return self.states * state + 4 * self._copies(itemsize)
 
     def moved(self, itemsize: int) -> int:
         """Returns the bytes of memory traffic of a step per element.
 
-        It reads the gradient, writes the parameter, and reads and writes all that it keeps; it reads the parameter
-        too, unless it keeps a copy.
+        It reads the gradient, writes the parameter, and reads and writes its state; without a copy it reads the
+        parameter too.
         """
         return 2 * itemsize + 2 * self.held(itemsize) + itemsize * (not self._copies(itemsize))
 

@@ -1,4 +1,4 @@
-"""Listings with equal layers shown once: 80 layers are as long to read as one.
+"""Listings that show equal layers once, so that 80 layers take no longer to read than one.
 
 * model_layers_0_input_layernorm_copy = copy(...)
   ...
@@ -19,7 +19,7 @@ from torchshard.planner.repeats import Item, find_runs
 
 
 def folded_lines(nodes: Sequence[fx.Node]) -> str:
-    """Returns the lines of some nodes of a graph, fitted to the terminal; those of equal layers only once.
+    """Lists nodes of a graph, wrapped to the terminal's width; equal layers are listed once.
 
     Layers are equal if their lines differ in the numbers of names alone.
     """
@@ -38,7 +38,7 @@ def folded_lines(nodes: Sequence[fx.Node]) -> str:
 
 
 def _key(node: fx.Node, row: Sequence[str]) -> tuple[str, ...]:
-    """What a node's line says, with a star in place of each number in a name."""
+    """Returns the content of a node's line, with a star in place of each number in a name."""
     name, _, types, why, source = row
     named = f"{name} = {node.target}{node.args}{node.kwargs} {why}"
     return re.sub(r"[A-Za-z_]\w*", lambda found: re.sub(r"\d+", "*", found[0]), named), types, source
