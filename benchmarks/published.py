@@ -94,7 +94,7 @@ ROWS = [
     Row("8B selective eager", LLAMA_8B, fsdp(8), 2, 8192, 5762, TITAN, SLOW, SELECTIVE),
     Row("8B selective compiled 128 ranks", LLAMA_8B, fsdp(128), 2, 8192, 6514, TITAN, SLOW, SELECTIVE, compile=True),
     Row("8B selective eager 128 ranks", LLAMA_8B, fsdp(128), 2, 8192, 5605, TITAN, SLOW, SELECTIVE),
-    Row("8B full eager", LLAMA_8B, fsdp(8), 2, 8192, 5169, ISSUE, SLOW),  # published for 1 x 8192: too few to plan
+    Row("8B full eager", LLAMA_8B, fsdp(8), 1, 8192, 5169, ISSUE, SLOW),
     Row("8B full eager tp4", LLAMA_8B, fsdp(2, 4), 4, 8192, 3825, ISSUE, SLOW),
     Row("8B selective compiled tp8", LLAMA_8B, fsdp(8, 8), 12, 8192, 4378, ASYNC, SLOW, SELECTIVE, compile=True),
     Row("70B full compiled tp8", LLAMA_70B, fsdp(32, 8), 16, 8192, 597.3, ASYNC, SLOW, compile=True),

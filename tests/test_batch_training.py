@@ -128,7 +128,7 @@ def _wrong(rank: int) -> list[bool]:
     sharded = ts.shard(copy.deepcopy(model), {}, own, mesh="replicate")
     return [
         refused_input(lambda: sharded(*(t[: PART - rank] for t in own)), "the ranks were called with different"),
-        refused_input(lambda: sharded(*(t[:1] for t in own)), "a rank's part of the batch is 1"),
+        refused_input(lambda: sharded(*(t[:0] for t in own)), "a rank's part of the batch is empty"),
         refused(
             lambda: _reading(own[0])(torch.ones(PART, 4)), "target is this rank's part of a batch, pass it as an arg"
         ),
@@ -138,6 +138,40 @@ def _wrong(rank: int) -> list[bool]:
 def test_parts_that_differ_are_refused_on_every_rank() -> None:
     for found in run_ranks(_wrong, 2):
         assert all(found), found
+
+
+class Scaled(nn.Linear):
+    """Has an argument of one element, which is not batched."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (super().forward(x) * scale.sum()).square().mean()
+
+
+def _of_one(rank: int, data: Any) -> list[Any]:
+    """The largest error of a gradient, and whether a guess is reported: as a warning, and as an error."""
+    model, scale = Scaled(4, 3).double(), torch.full((1,), 3.0).double()
+    world, worst = torch.distributed.get_world_size(), list[float]()
+
+    def sharded(part: int) -> Any:
+        return ts.shard(copy.deepcopy(model), {}, (torch.ones(part, 4).double(), scale), mesh=data)
+
+    trained = sharded(2)
+    for part in (1, 2, 1, 3, 1):
+        x = torch.randn(world * part, 4, generator=torch.Generator().manual_seed(part)).double()
+        for m, given in ((model, x), (trained, x.chunk(world)[rank])):
+            m.zero_grad()
+            m(given, scale).backward()
+        worst.append(gradient_error(trained, model))
+    with pytest.warns(UserWarning, match="'scale' count as parts of the batch"):
+        guessing = sharded(1)
+    told = refused_input(lambda: guessing(torch.ones(1, 4).double(), scale.clone().requires_grad_()), "is not clear")
+    return [max(worst), told]
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_parts_may_have_one_element(data: Any) -> None:
+    for worst, told in run_ranks(_of_one, 2, data):
+        assert worst < 1e-10 and told, (worst, told)
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:

@@ -104,9 +104,9 @@ CASES: dict[str, Any] = {
 }
 
 
-@nightly(but=["images-*-shard"])
+@nightly(but=["images-2-shard", "images-3-shard", "sizes-12-replicate"])
 @pytest.mark.parametrize("data", WAYS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 12])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Any) -> None:
     torch.manual_seed(0)

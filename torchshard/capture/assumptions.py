@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
+from torchshard.core.layouts import BATCH
 from torchshard.ir.fake_values import hint, size_expr
 from torchshard.ir.graph import is_tensor
 
@@ -26,20 +27,28 @@ class Divided(NamedTuple):
     """How a dynamic size may be split across ranks."""
 
     ranks: int
-    fits: bool
-    """True: the size is divisible by `ranks` in each call of the graph. False: it never is."""
+    part: int
+    """A rank's elements in each call of the graph: 1; 2 for two or more; 0 if ranks can't split the size."""
+    least: int
+    """The fewest elements that a rank may have."""
+
+    def admits(self, size: int) -> bool:
+        """Returns whether a size is split as in the graph, whose parts of one element broadcast."""
+        return _part(size, self.ranks, self.least) == self.part
 
 
-def _divide(ranks: int, size: int) -> bool:
-    """Whether a size splits evenly; slices of one element do not count: they behave differently."""
-    return size % ranks == 0 and size // ranks > 1
+def _part(size: int, ranks: int, least: int) -> int:
+    """A rank's elements: 0, 1, or 2 for more; see `Divided`."""
+    part = 0 if size % ranks else min(size // ranks, 2)
+    return part if part >= least else 0
 
 
 def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
     """Finds the dynamic sizes of some dims of the call's tensors, which may be split across ranks.
 
     A size that occurs in several of the dims, such as the length in a tensor of positions, must be
-    divisible by the number of ranks of each.
+    divisible by the number of ranks of each. A rank may have one element of a batch, but not of a
+    sequence.
 
     Args:
         dims: dim -> the number of ranks.
@@ -50,15 +59,15 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
         for dim, ranks in dims.items():
             size = shape[dim] if dim < len(shape) else 0
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                known = found.get(size.node.expr)
-                all_ranks = ranks if known is None else math.lcm(ranks, known.ranks)
-                found[size.node.expr] = Divided(all_ranks, _divide(all_ranks, hint(size)))
+                known = found.get(size.node.expr, Divided(1, 1, 1))
+                all_ranks, least = math.lcm(ranks, known.ranks), max(known.least, 1 if dim == BATCH else 2)
+                found[size.node.expr] = Divided(all_ranks, _part(hint(size), all_ranks, least), least)
     return found
 
 
 def multiples(sizes: Mapping[sympy.Symbol, Divided]) -> frozenset[sympy.Symbol]:
     """Returns those of `divided_sizes` that ranks may split: in this call they are divisible."""
-    return frozenset(size for size, known in sizes.items() if known.fits)
+    return frozenset(size for size, known in sizes.items() if known.part)
 
 
 class Assumption(Protocol):
@@ -92,7 +101,7 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
         sizes: dict[sympy.Expr, int] = {}
         if not all(_has_shape(value, shape, sizes) for value, shape in zip(values, shapes, strict=True)):
             return False
-        if divided and any(_divide(ranks, sizes[s]) is not fits for s, (ranks, fits) in sizes_divided.items()):
+        if divided and not all(known.admits(sizes[size]) for size, known in sizes_divided.items()):
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
             return False

@@ -11,12 +11,12 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import Held, memory_of_weights
 from torchshard.compiler.plan_checks import check_layouts, check_ranks, check_same_data, check_same_model
 from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout, Shard
 from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.core.units import size_text
 from torchshard.planner.pins import named_modules, read_pins
-from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, parameter_layouts
+from torchshard.planner.styles import Style, StyleWord, parameter_layouts
 from torchshard.plans.data import AxisPlan
 from torchshard.plans.objective import Aim, read_aim
 from torchshard.plans.optimizers import OPTIMIZERS

@@ -14,14 +14,13 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import best_plan, graph_for
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import BATCH, I, Layout, Shard
 from torchshard.core.user_files import warn
 from torchshard.ir.effects import carried_results
 from torchshard.ir.fake_values import Size, hint, size_expr, sizes_as
 from torchshard.ir.graph import is_tensor, passes_on_weight, placeholders, results_of, where
 from torchshard.passes import for_next_axis, keep_own_order, rewrite
 from torchshard.planner.problem import PlannedAxis
-from torchshard.planner.styles import BATCH
 from torchshard.plans.data import AxisPlan
 
 

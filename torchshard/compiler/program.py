@@ -37,7 +37,7 @@ from torchshard.compiler.prepare import prepared, timed
 from torchshard.compiler.question import Question
 from torchshard.compiler.slice_costs import priced_as_slices
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import I, Layout
+from torchshard.core.layouts import SEQUENCE, I, Layout
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
@@ -47,7 +47,6 @@ from torchshard.ir.sizes import call_sizes, equal_sizes
 from torchshard.passes import localized, rewrite
 from torchshard.planner.beside import beside_ops
 from torchshard.planner.problem import PlannedAxis, PlanningProblem
-from torchshard.planner.styles import SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import OWN_CHOICE
 from torchshard.plans.plan import Plan
@@ -294,7 +293,7 @@ def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) ->
     for gathered in plan.costs.whole:
         if gathered.why != OWN_CHOICE:
             warn(str(gathered))
-    divided = constraints.splits_sequence or plan.splits_dynamic
+    divided = constraints.splits_sequence or constraints.data is not None or plan.splits_dynamic
     across = math.prod(axis.size for axis in constraints.mesh.across)
     title = ", ".join([facts.modules[""].__name__, *call_sizes(captured.graph, across)])
     made = Plan((plan,), stored(facts), facts.signature, title)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 Size: TypeAlias = "int | sympy.Expr"
 """The size of a dim: an int, or a sympy expression if the dim is dynamic."""
+BATCH, SEQUENCE = 0, 1
+"""The dims of a call's tensors that ranks may split."""
 Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
 EQUAL: tuple[Part, ...] = ()

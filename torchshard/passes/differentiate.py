@@ -127,27 +127,32 @@ class _Joint:
 
     def add_backward(self, part: Segment, recording: Recording) -> None:
         """Adds the backward of a segment: the gradients of its arguments."""
-        copies = self._copies[part]
+        copies, nodes = self._copies[part], list(part.graph.graph.nodes)
         tangents = placeholders(recording.graph)[len(part.arguments) :]
         floating = [i for i, name in enumerate(part.results) if is_float(self._known[name].meta.get("val"))]
         for tangent, i in zip(tangents, floating, strict=True):
             if recording.given[i]:
-                copies[tangent] = self._gradient(part.results[i])
+                inside = [nodes[number] for number in tangent.meta.get("gradients", ())]
+                copies[tangent] = self._gradient(part.results[i], *inside)
         self._add(part, recording, is_backward=True)
         _, gradients = results_of(recording.graph)
         for name, gradient in zip(part.arguments, gradients, strict=True):
             if gradient is not None:
                 self._gradients[name].append(copies[gradient])
 
-    def _gradient(self, name: str) -> fx.Node:
-        """The total gradient of a value; called after all of its terms were added."""
+    def _gradient(self, name: str, *sharing: fx.Node) -> fx.Node:
+        """The total gradient of a value; called after all of its terms were added.
+
+        Args:
+            sharing: other values with this gradient.
+        """
         total, *rest = self._gradients[name]
         for more in rest:
             val = total.meta["val"]
             total = self._graph.call_function(torch.ops.aten.add.Tensor, (total, more))
             total.meta = {"val": val, "is_backward": True}
         others = (self._known[other] for other in total.meta.get("gradient_of", ()))
-        total.meta |= _gradient_meta(self._known[name], *others)
+        total.meta |= _gradient_meta(self._known[name], *others, *sharing)
         self._gradients[name] = [total]
         return total
 

@@ -33,10 +33,6 @@ class Style:
 
 _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
 _SEQUENCE = Style("sequence")
-SEQUENCE = 1
-"""The sequence dim of the call's tensors."""
-BATCH = 0
-"""The batch dim of the call's tensors."""
 
 
 class DTensorStyle(Protocol):

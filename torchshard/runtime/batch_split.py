@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class BatchSplit:
     """The names of the groups that the batch is split over."""
     is_whole: bool
     """Whether each rank passes the full batch, and gets full results."""
+    _known: dict[str, bool] = field(default_factory=dict, compare=False)
+    """Argument name -> whether earlier calls with more than one element per rank split it."""
 
     @staticmethod
     def of(constraints: Constraints, ranks: Ranks, *, is_whole: bool) -> BatchSplit:
@@ -51,7 +53,7 @@ class BatchSplit:
         if self.is_whole:
             return inputs, layouts_of_parts(inputs, self.group.size)
         whole = {name for name, tensor in given.named_tensors if is_of_all(tensor)}
-        return whole_batch(inputs, self.group.size, whole)
+        return whole_batch(inputs, self.group.size, whole, self._known)
 
     def entering(self, call: PreparedCall) -> Sequence[Tensor]:
         """Returns the tensors that a call passes to this rank's graph."""
