@@ -241,9 +241,16 @@ FAULTS = (
     Fault(
         "a graph for lengths that divide takes all",
         "capture/assumptions.py",
-        "if divided and any(_divide(ranks, sizes[s]) is not fits for s, (ranks, fits) in sizes_divided.items()):",
+        "if divided and not all(known.admits(sizes[size]) for size, known in sizes_divided.items()):",
         "if False:",
         "tests/test_sequence.py -k any_length",
+    ),
+    Fault(
+        "a graph for one sample per rank takes more",
+        "capture/assumptions.py",
+        "min(size // ranks, 2)",
+        "min(size // ranks, 1)",
+        "tests/test_batch_training.py -k one_element",
     ),
     Fault(
         "norms of slices are added",

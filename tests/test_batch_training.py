@@ -147,23 +147,35 @@ class Scaled(nn.Linear):
         return (super().forward(x) * scale.sum()).square().mean()
 
 
+class Placed(nn.Linear):
+    """Adds one value to each sample, and drops the dims of size 1."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.place = nn.Parameter(torch.randn(1, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x[:, None] + self.place).relu()).squeeze().logsumexp(1).square().mean()
+
+
 def _of_one(rank: int, data: Any) -> list[Any]:
     """The largest error of a gradient, and whether a guess is reported: as a warning, and as an error."""
-    model, scale = Scaled(4, 3).double(), torch.full((1,), 3.0).double()
-    world, worst = torch.distributed.get_world_size(), list[float]()
+    torch.manual_seed(0)
+    world, worst, scale = torch.distributed.get_world_size(), list[float](), torch.full((1,), 3.0).double()
 
-    def sharded(part: int) -> Any:
-        return ts.shard(copy.deepcopy(model), {}, (torch.ones(part, 4).double(), scale), mesh=data)
+    def sharded(model: nn.Module, part: int, *args: Tensor) -> Any:
+        return ts.shard(copy.deepcopy(model), {}, (torch.ones(part, 4).double(), *args), mesh=data)
 
-    trained = sharded(2)
-    for part in (1, 2, 1, 3, 1):
-        x = torch.randn(world * part, 4, generator=torch.Generator().manual_seed(part)).double()
-        for m, given in ((model, x), (trained, x.chunk(world)[rank])):
-            m.zero_grad()
-            m(given, scale).backward()
-        worst.append(gradient_error(trained, model))
+    for model, start, args in ((Scaled(4, 3).double(), 2, [scale]), (Placed().double(), 1, [])):
+        trained = sharded(model, start, *args)
+        for part in (1, 2, 1, 3, 1):
+            x = torch.randn(world * part, 4, generator=torch.Generator().manual_seed(part)).double()
+            for m, given in ((model, x), (trained, x.chunk(world)[rank])):
+                m.zero_grad()
+                m(given, *args).backward()
+            worst.append(gradient_error(trained, model))
     with pytest.warns(UserWarning, match="'scale' count as parts of the batch"):
-        guessing = sharded(1)
+        guessing = sharded(Scaled(4, 3).double(), 1, scale)
     told = refused_input(lambda: guessing(torch.ones(1, 4).double(), scale.clone().requires_grad_()), "is not clear")
     return [max(worst), told]
 
