@@ -13,6 +13,7 @@ positions: without `position_ids` there is one.
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from itertools import count
@@ -53,12 +54,12 @@ _FIRST_SIZES = (3, 6, 11)
 
 def restore_causal(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
-    changed = False
+    changed, is_causal = False, functools.cache(_is_causal)  # all layers may share one mask
     for node in module.graph.nodes:
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
         args = bound_args(node)
-        if isinstance(args["attn_mask"], fx.Node) and not args["is_causal"] and _is_causal(args["attn_mask"]):
+        if isinstance(args["attn_mask"], fx.Node) and not args["is_causal"] and is_causal(args["attn_mask"]):
             node.args = (args["query"], args["key"], args["value"], None, args["dropout_p"], True)
             node.kwargs = {"scale": args["scale"], "enable_gqa": args["enable_gqa"]}
             changed = True
