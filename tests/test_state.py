@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,35 +227,6 @@ def test_pytorchs_optimizers_step_slices_unwatched() -> None:
 
 class _Mine(torch.optim.SGD):
     """A user's subclass of a PyTorch optimizer."""
-
-
-class _Unknown(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Leaves the parameters unchanged."""
-
-
-def _kinds_of_optimizers(rank: int) -> list[bool]:
-    ts.distributed.init_process_group()
-    _, sharded = _pair()
-    _loss(sharded).backward()
-    text = "can't step slices of parameters"
-    whole = torch.optim.Adafactor(sharded.parameters())
-    found = [refused_input(whole.step, text) for _ in range(2)]  # after a caught error it is refused again
-    found.append(refused_input(lambda: torch.optim.LBFGS(sharded.parameters()).step(lambda: _loss(sharded)), text))
-    found.append(torch.optim.Adafactor([sharded.down.bias]).step() is None)  # the bias is replicated
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        _Mine(sharded.parameters(), 0.1).step()
-        found.append(not seen)
-        _Unknown(sharded.parameters()).step()
-    return [*found, len(seen) == 1 and "_Unknown is not known here" in str(seen[0].message)]
-
-
-def test_optimizers_that_look_at_whole_matrices_are_refused() -> None:
-    assert run_ranks(_kinds_of_optimizers, 2) == [[True] * 6] * 2
 
 
 def _wraps(rank: int) -> list[bool]:

@@ -31,6 +31,7 @@ from torchshard.report.network import network_of
 from torchshard.rules import rule
 from torchshard.runtime.measure import measure_machine
 from torchshard.runtime.module import ShardedModule
+from torchshard.runtime.optimizer_classes import register_optimizer
 from torchshard.runtime.training import GradScaler, clip_grad_norm_
 from torchshard.weights.recording import lazy
 
@@ -38,6 +39,6 @@ __all__ = [
     "CaptureError", "DecodeStep", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES",
     "Machine", "Objective", "P", "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError",
     "ShardedModule", "SliceWarning", "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain",
-    "from_pretrained", "lazy", "load", "measure_machine", "meshes", "network_of", "nn", "plan", "rule", "save",
-    "save_pretrained", "shard", "what_if",
+    "from_pretrained", "lazy", "load", "measure_machine", "meshes", "network_of", "nn", "plan", "register_optimizer",
+    "rule", "save", "save_pretrained", "shard", "what_if",
 ]  # fmt: skip

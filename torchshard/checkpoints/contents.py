@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
+from torch.utils import _pytree as pytree
 
 from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
@@ -32,8 +33,7 @@ from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
-from torchshard.runtime.optimizer_classes import check_class_of_slices
-from torchshard.runtime.optimizer_states import is_slice_state
+from torchshard.runtime.optimizer_states import is_slice_state, leaves_of
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
@@ -199,23 +199,30 @@ def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names:
     state_dict = optimizer.state_dict()
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     by_index = dict(zip(indices, itertools.chain.from_iterable(groups), strict=True))
-    check_class_of_slices(optimizer)
     parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     others: OptimizerState = {}
     for index, state in state_dict["state"].items():
         parameter, name = parameters[index], by_index[index]
         for key, value in state.items():
+            leaves = {path: leaf for path, leaf in leaves_of({key: value}).items() if isinstance(leaf, Tensor)}
+            for path, leaf in leaves.items():
+                contents.items[f"optimizer/{number}/{path}/{name}"] = _state_item(optimizer, parameter, path, leaf)
             if not isinstance(value, Tensor):
-                others.setdefault(name, {})[key] = value
-                continue
-            contents.items[f"optimizer/{number}/{key}/{name}"] = _state_item(optimizer, parameter, key, value)
+                paths = iter(leaves)
+                others.setdefault(name, {})[key] = pytree.tree_map_only(Tensor, lambda _: {TENSOR: next(paths)}, value)  # noqa: B023
     settings = [{key: value for key, value in group.items() if key != "params"} for group in state_dict["param_groups"]]
     return {"class": type(optimizer).__name__, "names": groups, "settings": settings, "states": others}
+
+
+TENSOR: Final = "the tensor at"
+"""The key, in the plain part of an optimizer's state, of the path of a tensor that is in a list: 'Q.0'."""
 
 
 def _state_item(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor) -> Item:
     item = Item.of(value)
     if not isinstance(parameter, ShardedParameter) or not parameter.is_split or not value.ndim:
+        return item
+    if isinstance(value, LocalSlice) and value.is_split:
         return item
     if not is_slice_state(value, parameter):
         raise InputError(

@@ -19,10 +19,11 @@ from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding, local_shape
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.ranks import Ranks
-from torchshard.runtime.optimizer_classes import check_class_of_slices
+from torchshard.runtime.optimizer_states import state_type
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
 from torchshard.weights.local_slice import LocalSlice
+from torchshard.weights.parameter import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,6 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved
             only_one = _listed(set(own) ^ set(other))
             sizes = f"given: {len(own)} parameters; saved: {len(other)}"
             raise _different_optimizer(f"parameter group {number}", f"{sizes}; only in one of the two: {only_one}")
-    check_class_of_slices(optimizer)
 
 
 def _different_optimizer(what: str, why: str) -> InputError:
@@ -236,15 +236,11 @@ def wanted_states(
                 "pass the optimizer that was saved",
             )
         item = Item.of(own[name])
-        is_by_element = stored.shape == item.shape and bool(item.shape)
-        if not is_by_element and stored.shape and item.sharding.is_split:
-            raise mismatch_error(
-                f"{stored_name!r} is not elementwise, so no part of it matches this rank's slice of the parameter",
-                checkpoint,
-                "use a plan that keeps the parameter replicated",
-                f"it is {stored.shape}",
-            )
         # optimizers keep steps on the CPU; fused and capturable ones move them when they load a state
-        sharding = item.sharding if is_by_element else UNSHARDED
+        parameter, sharding = own[name], item.sharding
+        if not stored.shape:
+            sharding = UNSHARDED
+        elif isinstance(parameter, ShardedParameter) and parameter.is_split:
+            sharding = state_type(parameter, stored.shape).sharding
         found[stored_name] = Wanted(stored, sharding, own[name].device if stored.shape else torch.device("cpu"))
     return found

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
+from torch.utils import _pytree as pytree
 
 from torchshard.checkpoints.contents import (
+    TENSOR,
     Item,
     Stateful,
     as_list,
@@ -46,8 +48,10 @@ from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
+from torchshard.runtime.optimizer_states import state_type
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
-from torchshard.weights.local_slice import unwatched
+from torchshard.weights.local_slice import LocalSlice, unwatched
+from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.progress import Progress
 
 
@@ -199,6 +203,13 @@ class _Checked:
 
     def _set_optimizer(self, number: int, optimizer: Optimizer, values: Mapping[str, Tensor]) -> None:
         saved, states = self.objects["optimizers"][number], dict[str, dict[str, object]]()
+        index, by_index, groups = itertools.count(), dict[int, str](), []
+        for names, settings in zip(self.names[number], saved["settings"], strict=True):
+            indices = [next(index) for _ in names]
+            by_index |= dict(zip(indices, names, strict=True))
+            groups.append({**settings, "params": indices})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        own = {name: parameters[i] for i, name in by_index.items()}
         for name, state in saved["states"].items():
             states[name] = dict(state)
         for stored_name, value in values.items():
@@ -206,17 +217,32 @@ class _Checked:
             owner, _, path = rest.partition("/")
             if (kind, owner) == ("optimizer", str(number)):
                 key, _, name = path.partition("/")
-                states.setdefault(name, {})[key] = value
-        index, by_index, groups = itertools.count(), dict[int, str](), []
-        for names, settings in zip(self.names[number], saved["settings"], strict=True):
-            indices = [next(index) for _ in names]
-            by_index |= dict(zip(indices, names, strict=True))
-            groups.append({**settings, "params": indices})
-        by_number = {i: states[name] for i, name in by_index.items() if name in states}
+                states.setdefault(name, {})[key] = _marked(value, own[name], self.wanted[stored_name].stored.shape)
+        by_number = {i: _nested(states[name]) for i, name in by_index.items() if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for i, state in by_number.items():
             _keep_dtypes(optimizer.state[parameters[i]], state)
+
+
+def _marked(value: Tensor, parameter: Tensor, whole: Sequence[int]) -> Tensor:
+    """Returns a tensor of a parameter's state that knows its place, if it is a slice."""
+    if not (isinstance(parameter, ShardedParameter) and parameter.is_split and value.ndim):
+        return value
+    return LocalSlice.sharing(value, parameter, state_type(parameter, whole))
+
+
+def _nested(state: dict[str, object]) -> dict[str, object]:
+    """Returns a parameter's state with tensors in its lists instead of their paths."""
+
+    def is_path(value: object) -> bool:
+        return type(value) is dict and [*value] == [TENSOR]
+
+    def filled(value: Any) -> object:
+        return state[value[TENSOR]] if is_path(value) else value
+
+    found = {key: pytree.tree_map(filled, value, is_leaf=is_path) for key, value in state.items()}
+    inside = {v[TENSOR] for v in pytree.tree_leaves(state, is_leaf=is_path) if is_path(v)}
+    return {key: value for key, value in found.items() if key not in inside}
 
 
 def _swap(a: Tensor, b: Tensor) -> None:
@@ -229,5 +255,11 @@ def _swap(a: Tensor, b: Tensor) -> None:
 def _keep_dtypes(loaded: StateDict, saved: Mapping[str, object]) -> None:
     """Undoes a cast: PyTorch casts all states but 'step' to their parameter's dtype."""
     for key, value in saved.items():
-        if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-            loaded[key] = value.to(loaded[key].device)
+        loaded[key] = pytree.tree_map(_of_dtype, loaded[key], value)
+
+
+def _of_dtype(loaded: object, saved: object) -> object:
+    if not (isinstance(loaded, Tensor) and isinstance(saved, Tensor)) or loaded.dtype == saved.dtype:
+        return loaded
+    moved = saved.detach().as_subclass(Tensor).to(loaded.device)
+    return LocalSlice.sharing(moved, saved) if isinstance(saved, LocalSlice) else moved

@@ -117,8 +117,7 @@ def save(
         folder: created if missing; it contains one checkpoint.
         model: a sharded model, a model with sharded submodules, or an unsharded one; also inside
             DDP or torch.compile. Gradients are not saved.
-        optimizer: one or several, in the same order as for `load`; each must treat every element
-            independently, like SGD and AdamW.
+        optimizer: one or several, in the same order as for `load`.
         scheduler: one or several learning-rate schedulers, or other objects with a state dict of
             plain data.
         extra: plain user data (numbers, texts, tensors, and containers of them), which `load`

@@ -37,7 +37,7 @@ from torchshard.runtime.compiled import Compiled
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.generation import generation_method
 from torchshard.runtime.optimizer_states import mark_state_dicts
-from torchshard.runtime.optimizers import observe_steps
+from torchshard.runtime.optimizers import observe_steps, wrap_steps
 from torchshard.runtime.runner import Runner
 from torchshard.runtime.shardings import Shardings
 from torchshard.runtime.start import WeightsLike, agreed_start
@@ -313,7 +313,8 @@ class ShardedModule(ShardedSubmodule, Notebook):
         self._ts_agreement.note_step(settings)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
-        """Marks the slices in the state dicts of an optimizer of this model's parameters."""
+        """Prepares an optimizer of this model's parameters for steps of slices, and its state dicts."""
+        wrap_steps(optimizer)
         mark_state_dicts(optimizer)
 
     # --- looking -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,25 @@
-"""Which optimizers step slices as they step full tensors: those that treat each element separately."""
+"""How far an optimizer's step reads: elements can be stepped in slices, matrices and models only in full."""
 
 from __future__ import annotations
 
+import weakref
+from typing import Literal, get_args
+
+import torch
 from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim.optimizer import Optimizer
 
 from torchshard.core.errors import InputError
-from torchshard.core.user_files import warn
-from torchshard.weights.parameter import ShardedParameter
+
+Reach = Literal["element", "parameter", "model"]
+"""The values that an optimizer's step reads to update an element of a parameter.
+
+element      the element's own: its gradient and its state, as AdamW does. Each rank steps its slices.
+parameter    the full parameter's, as Muon does. One rank steps the full parameter.
+model        all parameters', as LBFGS does. Every rank steps the full model.
+"""
+REACHES: tuple[Reach, ...] = get_args(Reach)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -15,45 +27,60 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-BY_ELEMENT = frozenset([
-    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
-    "Lion", "ZeroRedundancyOptimizer",
-])  # fmt: skip
-"""Optimizers that treat each element separately, so steps of slices are slices of steps."""
-_BY_TENSOR = frozenset([
-    "Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad",
-    "AdaFactor", "Adalayer", "KFAC", "Sophia",
-])  # fmt: skip
-"""Optimizers that compute from a full matrix, or from the full model."""
+_KNOWN: dict[type, Reach] = {
+    **dict.fromkeys(
+        (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam,
+         torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta,
+         torch.optim.ASGD, torch.optim.SparseAdam, ZeroRedundancyOptimizer), "element"),
+    **dict.fromkeys((torch.optim.Muon, torch.optim.Adafactor), "parameter"),
+    torch.optim.LBFGS: "model",
+}  # fmt: skip
+"""The class that defines `step` -> its reach."""
+_REACH: weakref.WeakKeyDictionary[type, Reach] = weakref.WeakKeyDictionary(_KNOWN)
 
 
-def class_of_step(optimizer: Optimizer) -> str:
-    """Returns the name of the class that defines `step`: a subclass that changes only defaults inherits it."""
-    return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
+def register_optimizer(cls: type[Optimizer], reach: Reach) -> type[Optimizer]:
+    """Declares how far the step of an optimizer class reads, instead of finding out at its first step.
 
+        ts.register_optimizer(MyMuon, "parameter")
 
-def check_class_of_slices(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that would step slices differently than full tensors; warns of unknown classes."""
-    if not any(isinstance(p, ShardedParameter) and p.is_split for p in parameters_of(optimizer)):
-        return
-    optimizer = _innermost(optimizer)
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    if any(name in _BY_TENSOR for name in names):
+    Args:
+        cls: the class, which defines `step` or inherits it.
+        reach: "element" (an element's own gradient and state, as in AdamW): each rank steps its slices; "parameter"
+            (the full matrix, as in Muon): one rank steps each matrix; "model" (all parameters together, as in LBFGS):
+            every rank steps the full model.
+
+    Returns:
+        the class, so that it also decorates one: `register_optimizer` with `functools.partial`.
+
+    Raises:
+        InputError: `cls` is not an optimizer class, or `reach` is none of the three.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
         raise InputError(
-            f"{names[0]} can't step slices of parameters",
-            where=f"{names[0]}.step()",
-            why="it computes from a whole matrix, or from the whole model: of a slice it would make another step",
-            attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
-            "with a plan of 'replicate' and give it these alone",
+            f"{cls!r:.80} is not an optimizer class",
+            where="register_optimizer(cls=...)",
+            why="a step belongs to a subclass of torch.optim.Optimizer",
+            attempt="the class itself, and not an object of it",
         )
-    if class_of_step(optimizer) not in BY_ELEMENT:
-        warn(
-            f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
-            "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do"
+    if reach not in REACHES:
+        raise InputError(
+            f"{reach!r} is not a reach of an optimizer",
+            where="register_optimizer(reach=...)",
+            why="a step reads elements, parameters, or the model",
+            attempt=" or ".join(map(repr, REACHES)),
         )
+    _REACH[cls] = reach
+    return cls
 
 
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """Returns the optimizer that steps: accelerate and Lightning wrap it."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _innermost(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
+def class_of_step(optimizer: Optimizer) -> type:
+    """Returns the class that defines an optimizer's `step`: a subclass that changes only defaults inherits it."""
+    return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+
+
+def known_reach(optimizer: Optimizer) -> Reach | None:
+    """Returns the reach of an optimizer's class; None if it has to be found."""
+    of_step = class_of_step(optimizer)
+    declared = (cls for cls in type(optimizer).__mro__[: type(optimizer).__mro__.index(of_step) + 1] if cls in _REACH)
+    return next((_REACH[cls] for cls in declared), None)

@@ -7,23 +7,35 @@ raises an error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, StateDict
+from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import InputError
-from torchshard.runtime.optimizer_classes import BY_ELEMENT, class_of_step, parameters_of
+from torchshard.core.layouts import Shard
+from torchshard.core.sharding import Sharding
+from torchshard.runtime.optimizer_classes import known_reach, parameters_of
 from torchshard.weights.dcp import wants_whole
+from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice
 from torchshard.weights.over_ranks import is_of_a_model
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.place import is_same_slice, place_of, place_text
+from torchshard.weights.place import is_same_slice, place_of, place_text, slice_place
 
 OptimizerState = Mapping[str, object]
 """An optimizer's state for one parameter: tensors, such as 'exp_avg', and numbers."""
+
+
+def is_state(value: object) -> TypeGuard[dict[str, object]]:
+    """Returns whether a value in `Optimizer.state` is a parameter's: some optimizers count steps there too."""
+    return isinstance(value, dict)
+
+
 UNMARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers that may have unmarked slices in their states.
 
@@ -36,7 +48,7 @@ def unmark_states(optimizer: Optimizer) -> None:
     """Makes an optimizer's state plain tensors, as compiled steps need them."""
     if optimizer not in UNMARKED:
         UNMARKED.add(optimizer)
-        for state in optimizer.state.values():
+        for state in filter(is_state, optimizer.state.values()):
             state |= {name: value.plain for name, value in state.items() if is_of_a_model(value)}
 
 
@@ -55,24 +67,49 @@ _MARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def mark_state_dicts(optimizer: Optimizer) -> None:
     """Makes slices in an optimizer's state dicts know their place, and has loaded state dicts checked."""
-    if optimizer not in _MARKED:
+    # `_optimizer_state_dict_post_hooks`: a class that wraps another may not call Optimizer's constructor, which makes
+    # them (PyTorch 2.13.0); it has no public name.
+    if optimizer not in _MARKED and hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         _MARKED.add(optimizer)
         optimizer.register_load_state_dict_pre_hook(_checked_state)
+        optimizer.register_load_state_dict_post_hook(_mark_loaded)
         optimizer.register_state_dict_post_hook(_with_places)
 
 
 def check_states(optimizer: Optimizer) -> None:
     """Raises InputError if an optimizer's state does not belong to the slices that it steps."""
-    by_element = class_of_step(optimizer) in BY_ELEMENT
+    by_element = known_reach(optimizer) == "element"
     for parameter in parameters_of(optimizer):
         if isinstance(parameter, ShardedParameter):
             _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
 
 
+def state_type(parameter: ShardedParameter, whole: Sequence[int]) -> SliceType:
+    """Returns the type of a slice of a parameter's state: the parameter's for its shape, others are split by rows.
+
+    Args:
+        whole: the global shape.
+    """
+    if tuple(whole) == parameter.whole:
+        return SliceType(parameter.sharding, parameter.whole)
+    return SliceType(Sharding.of(*((axis, Shard(0)) for axis, _ in parameter.sharding)), tuple(whole))
+
+
+def leaves_of(state: OptimizerState) -> dict[str, object]:
+    """Returns the tensors and other leaves of a parameter's state, which may be in lists, by their path: 'Q.0'."""
+    return {".".join(map(_key, path)): leaf for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]}
+
+
+def _key(entry: object) -> str:
+    return str(entry.key if isinstance(entry, pytree.MappingKey) else getattr(entry, "idx", entry))
+
+
 def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_element: bool) -> None:
-    own = parameter.place
-    for name, value in state.items():
-        place = place_of(value)
+    for name, value in leaves_of(state).items():
+        place, own = place_of(value), parameter.place
+        if place is not None and len(place) == len(own):
+            of = state_type(parameter, place[4])
+            own = slice_place(parameter.path, of.sharding, parameter.at, of.whole)
         # The name may differ, as when the model is now a part of another one; the rest of the place must match.
         if place is not None and not is_same_slice(place, own):
             raise InputError(
@@ -98,16 +135,36 @@ def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         InputError: it has a slice of another place.
     """
     UNMARKED.add(optimizer)
-    states, by_element = dict(state_dict["state"]), class_of_step(optimizer) in BY_ELEMENT
+    states, by_element = dict(state_dict["state"]), known_reach(optimizer) == "element"
     indices, cuts = [index for group in state_dict["param_groups"] for index in group["params"]], wants_whole()
     for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
             if cuts:
-                states[index] = {name: _cut(value, parameter) for name, value in states[index].items()}
+                states[index] = pytree.tree_map(partial(_cut, parameter=parameter), states[index])
             _check_state(parameter, states[index], by_element=by_element)
-            plain = {name: v.plain if isinstance(v, LocalSlice) else v for name, v in states[index].items()}
-            states[index] = plain
+            places = {path: place_of(value) for path, value in leaves_of(states[index]).items()}
+            shapes = {path: tuple(place[4]) for path, place in places.items() if place is not None}
+            _LOADED.setdefault(optimizer, {})[parameter] = shapes
+            states[index] = pytree.tree_map_only(LocalSlice, lambda x: x.plain, states[index])
     return {**state_dict, "state": states}
+
+
+_LOADED: weakref.WeakKeyDictionary[Optimizer, dict[ShardedParameter, dict[str, tuple[int, ...]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""An optimizer that loads a state dict -> parameter -> path of a slice in its state -> the global shape."""
+
+
+def _mark_loaded(optimizer: Optimizer) -> None:
+    """Marks the loaded slices of other shapes than the parameter's, whose types do not follow from their shapes."""
+    for parameter, shapes in _LOADED.pop(optimizer, {}).items():
+        state = optimizer.state.get(parameter, {})
+        paths, (leaves, spec) = list(leaves_of(state)), pytree.tree_flatten(state)
+        for i, path in enumerate(paths):
+            if shapes.get(path, parameter.whole) != parameter.whole:
+                leaves[i] = LocalSlice.sharing(leaves[i], parameter, state_type(parameter, shapes[path]))
+        if shapes:
+            optimizer.state[parameter] = pytree.tree_unflatten(leaves, spec)
 
 
 def _cut(value: object, parameter: ShardedParameter) -> object:
@@ -126,7 +183,7 @@ def _with_places(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for index, state in states.items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         if isinstance(parameter, ShardedParameter):
-            states[index] = {name: mark(value, parameter) for name, value in state.items()}
+            states[index] = pytree.tree_map(partial(mark, parameter=parameter), state)
     return {**state_dict, "state": states}
 
 
@@ -140,6 +197,8 @@ def _whole_copy(value: object, parameter: ShardedParameter) -> object:
     """Returns a copy of a state, gathered from all ranks if it is a slice's: a collective call."""
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, LocalSlice) and value.is_split:
+        return parameter.ranks.gathered(value.plain, value.sharding, value.whole)
     if not (parameter.is_split and is_slice_state(value, parameter)):
         return value.clone()
     return parameter.ranks.gathered(value, parameter.sharding, parameter.whole)

@@ -8,12 +8,15 @@ state must belong to the slices that it steps.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from types import FunctionType
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +27,17 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
-from torchshard.runtime.optimizer_classes import check_class_of_slices, parameters_of
-from torchshard.runtime.optimizer_states import UNMARKED, check_states, mark_state_dicts, mark_states, unmark_states
+from torchshard.runtime.full_steps import FullStep
+from torchshard.runtime.optimizer_classes import Reach, known_reach, parameters_of
+from torchshard.runtime.optimizer_states import (
+    UNMARKED,
+    check_states,
+    is_state,
+    mark_state_dicts,
+    mark_states,
+    unmark_states,
+)
+from torchshard.runtime.optimizer_trials import Ops, agreed_reach
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.over_ranks import check_other_group
 from torchshard.weights.parameter import ShardedParameter, support_foreach
@@ -133,40 +145,101 @@ def _wrap_steps() -> None:
     without a wrapper steps correctly too, but slower.
     """
     for cls in vars(torch.optim).values():
-        if not (isinstance(cls, type) and issubclass(cls, Optimizer) and "step" in vars(cls)):
-            continue
-        step = vars(cls)["step"]
-        is_hooked = getattr(step, "hooked", False)  # PyTorch adds its hooks when it makes a class's first optimizer
-        own = step.__wrapped__ if is_hooked else step
-        if getattr(own, "hooked", False):
-            continue  # another library's wrapper is around the hooks
-        wrapped: Any = _unwatched_step(own)
-        if is_hooked:
-            wrapped = Optimizer.profile_hook_step(wrapped)
-            wrapped.hooked = True
-        cls.step = wrapped  # type: ignore[method-assign]
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and "step" in vars(cls):
+            _wrap(cls, "step")
+
+
+_STEPS = ("step", "first_step", "second_step")
+"""The methods that update parameters: the last two are those of SAM, whose users call them instead of `step`."""
+
+
+def wrap_steps(optimizer: Optimizer) -> None:
+    """Makes the steps of an optimizer's class be of slices."""
+    for name in _STEPS:
+        for cls in type(optimizer).__mro__:
+            if isinstance(vars(cls).get(name), FunctionType) and issubclass(cls, Optimizer) and cls is not Optimizer:
+                _wrap(cls, name)
+
+
+def _wrap(cls: type[Optimizer], name: str) -> None:
+    step = vars(cls)[name]
+    is_hooked = getattr(step, "hooked", False)  # PyTorch adds its hooks when it makes a class's first optimizer
+    own = step.__wrapped__ if is_hooked else step
+    if getattr(own, "hooked", False) or hasattr(own, "of_slices"):
+        return  # another library's wrapper is around the hooks; or it is one of these
+    wrapped: Any = _step_of_slices(own)
+    if is_hooked:
+        wrapped = Optimizer.profile_hook_step(wrapped)
+        wrapped.hooked = True
+    setattr(cls, name, wrapped)
 
 
 _STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
 """The classes of tensors that PyTorch's optimizers may step unwatched; others may rely on their own code."""
 
 
-def _unwatched_step(step: Callable[..., object]) -> Callable[..., object]:
-    """Wraps a step to take slices as plain tensors: PyTorch's optimizers handle them, and watching is slow."""
+def _step_of_slices(step: Callable[..., object]) -> Callable[..., object]:
+    """Wraps a class's step to have full parameters if it reads them, and otherwise slices as plain tensors."""
 
     @functools.wraps(step)
-    def step_unwatched(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
-        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
-        if not is_pytorchs or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
+    def step_of_slices(optimizer: Optimizer, *args: object, **kwargs: object) -> object:
+        if not any(isinstance(p, ShardedParameter) and p.is_split for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
-        args = tuple(watched(arg) if callable(arg) else arg for arg in args)
-        kwargs = {name: watched(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        reaches, is_found = _reaches(optimizer)
+        if any(reach != "element" for reach in reaches):
+            return _FULL(FullStep(optimizer, reaches).run)(step, args, kwargs)
+        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
+        if not (is_pytorchs or is_found) or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
+            return step(optimizer, *args, **kwargs)
+        ops = Ops(functools.partial(_refuse_op, optimizer)) if is_found and not _is_compiled() else None
+        around = watched if ops is None else (lambda closure: ops.around(watched(closure)))
+        args = tuple(around(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: around(arg) if callable(arg) else arg for name, arg in kwargs.items()}
         if _is_compiled():
             unmark_states(optimizer)
-        with unwatched():
+        with unwatched(), ops or contextlib.nullcontext():
             return step(optimizer, *args, **kwargs)
 
-    return step_unwatched
+    step_of_slices.of_slices = True  # type: ignore[attr-defined]
+    return step_of_slices
+
+
+def _refuse_op(optimizer: Optimizer, op: str) -> NoReturn:
+    name = type(optimizer).__name__
+    raise InputError(
+        f"{name} reads more than single elements, which its first steps did not",
+        where=f"{name}.step(), op {op}",
+        why="it steps slices: a trial of twelve steps had elementwise ops only",
+        attempt=f'ts.register_optimizer({name}, "parameter") before the first step, or "model" if it reads several '
+        "parameters together",
+    )
+
+
+_FULL = torch.compiler.disable
+_FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Reach]]] = weakref.WeakKeyDictionary()
+"""An optimizer of an unknown class -> the number of its parameters, and the reaches found for its groups."""
+
+
+def _reaches(optimizer: Optimizer) -> tuple[list[Reach], bool]:
+    """Returns the reach of each group, and whether it was found by a trial, which all ranks then make."""
+    known = known_reach(optimizer)
+    if known is not None:
+        return [known] * len(optimizer.param_groups), False
+    count, reaches = _FOUND.get(optimizer, (0, []))
+    if count != len(parameters_of(optimizer)) or len(reaches) != len(optimizer.param_groups):
+        reaches = agreed_reach(optimizer, _own_step(optimizer))
+        _FOUND[optimizer] = len(parameters_of(optimizer)), reaches
+    return reaches, True
+
+
+def _own_step(optimizer: Optimizer) -> Callable[[Callable[[], Tensor]], object]:
+    """Returns an optimizer's step without hooks, as a function of the closure, which it calls if its step takes one."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "of_slices") or getattr(step, "hooked", False):
+        step = step.__wrapped__
+    if "closure" in inspect.signature(step).parameters:
+        return functools.partial(step, optimizer)
+    return lambda closure: step(optimizer)
 
 
 def _is_compiled() -> bool:
@@ -209,7 +282,6 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         groups = {group.name: group for p in slices for group in (p.ranks.group, *p.ranks.groups_of(p.sharding))}
         check_other_group(getattr(optimizer, "process_group", None), groups.values(), "ZeroRedundancyOptimizer")
-    check_class_of_slices(optimizer)
     check_states(optimizer)
     mark_state_dicts(optimizer)
     marking = optimizer.register_step_post_hook(_after_step)
@@ -221,6 +293,8 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
 
 def _check_unsharded(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
+        if not is_state(state):
+            continue
         place = next(filter(None, map(place_of, state.values())), None)
         if place is not None:
             raise InputError(

@@ -46,6 +46,8 @@ class _TensorAttribute(Protocol, Generic[T]):
 # ShardedParameter's properties of these names wrap them, because Python can't assign to `super().grad`.
 _GRAD = cast(_TensorAttribute[Tensor | None], torch._C.TensorBase.__dict__["grad"])
 _DATA = cast(_TensorAttribute[Tensor], torch._C.TensorBase.__dict__["data"])
+DATA = _DATA.__get__
+"""Returns a parameter's data, unmarked, whatever its class is."""
 _IS_LEAF = cast(_TensorAttribute[bool], torch._C.TensorBase.__dict__["is_leaf"])
 
 

@@ -1,0 +1,382 @@
+"""Steps of optimizers that read full parameters: Muon, Adafactor, LBFGS.
+
+    before, after    each rank has its slices of parameters, gradients and the optimizer's state
+    the step         one rank has the full ones of a parameter, and runs the optimizer's own step;
+                     to the other ranks the parameter has no gradient
+
+The parameters are the same objects all the time, as are the optimizer and its groups: only their data
+change. So the optimizer's code, and all that refers to a parameter, stay as they are. State of a
+parameter's shape is split like the parameter, other state by rows. If a step reads all parameters,
+every rank has all of them, and makes the same step.
+
+Source: ZeRO-1 (Rajbhandari et al., 2020) has an owner for each slice of a state; here it has the full
+matrix, and only during the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
+
+from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.mesh import Place
+from torchshard.distributed.consistency import gather_bytes
+from torchshard.distributed.objects import decode, encode
+from torchshard.distributed.owners import Owned, collected, dealt
+from torchshard.distributed.ranks import Ranks
+from torchshard.runtime.optimizer_classes import Reach
+from torchshard.runtime.optimizer_states import state_type
+from torchshard.weights.following import SliceType
+from torchshard.weights.local_slice import LocalSlice, unwatched, watched
+from torchshard.weights.parameter import DATA, ShardedParameter
+
+Closure = Callable[[], Any]
+State = dict[str, Any]
+Gradient = Literal["kept", "none", "new"]
+"""A gradient after a step: as before, dropped (`zero_grad`), or with other values."""
+
+
+@dataclass
+class _Entry:
+    """A parameter during a step."""
+
+    parameter: ShardedParameter
+    owner: Place
+    """The place of the rank that steps it, on the axes that split it."""
+    state: State | None = None
+    """The state of this rank's slice; None without any."""
+    data: Tensor | None = None
+    """This rank's slice, during the step."""
+    grad: Tensor | None = None
+    """This rank's slice of the gradient."""
+    is_full: bool = False
+    """Whether this rank steps it."""
+    given: tuple[Tensor, int] | None = None
+    """The full gradient that the optimizer was given, and its version."""
+    has_state: bool = False
+    """Whether the optimizer has the full state by now, on the ranks that step it."""
+
+    @property
+    def slice(self) -> Tensor:
+        """This rank's slice, during the step."""
+        assert self.data is not None
+        return self.data
+
+    @property
+    def type(self) -> SliceType:
+        """The type of the slice."""
+        return SliceType(self.parameter.sharding, self.parameter.whole)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the state that ranks have slices of."""
+        return [leaf for leaf in pytree.tree_leaves(self.state) if _is_split(leaf)]
+
+    def slice_of(self, state: Tensor) -> tuple[Tensor, SliceType]:
+        """Returns this rank's slice of a tensor of the state, and its type; a full one may have been loaded."""
+        if isinstance(state, LocalSlice) and state.is_split:
+            return state.plain, SliceType(state.sharding, state.whole)
+        if state.shape == self.slice.shape:
+            return _plain(state), self.type
+        of = state_type(self.parameter, state.shape)
+        return of.sharding.local(_plain(state), self.parameter.ranks.place), of
+
+    @property
+    def gradient(self) -> Gradient:
+        """What the optimizer has done to the full gradient that it was given."""
+        grad = self.parameter.grad
+        if grad is None:
+            return "none"
+        is_kept = self.given is not None and grad is self.given[0] and grad._version == self.given[1]
+        return "kept" if is_kept else "new"
+
+    def owned(self, of: SliceType, dtype: torch.dtype) -> Owned:
+        """Returns the facts by which a tensor of this parameter moves to the owner and back."""
+        return Owned(of.sharding, of.whole, dtype, {axis.name: self.owner[axis.name] for axis, _ in of.sharding})
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.plain if isinstance(x, LocalSlice) else x
+
+
+def _is_split(leaf: object) -> bool:
+    """Whether ranks have slices of a leaf of a state: numbers are the same on all."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+class _Sliced(NamedTuple):
+    """A leaf of a state that is a tensor in slices."""
+
+    whole: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Form(NamedTuple):
+    """The structure of a parameter's state; leaves are values, or `_Sliced`."""
+
+    leaves: tuple[object, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, state: State) -> _Form:
+        """Returns the form of a state, with copies of its numbers, which a step may change in place."""
+        leaves, spec = pytree.tree_flatten(state)
+        return cls(tuple(map(cls._leaf, leaves)), spec)
+
+    @staticmethod
+    def _leaf(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if hasattr(leaf, "__tensor_flatten__"):
+            name = type(leaf).__name__
+            raise InputError(
+                f"an optimizer's state of type {name} can't be split over the ranks",
+                where="optimizer.step()",
+                why="it consists of several tensors, and between steps each rank stores a part of each state",
+                attempt="an optimizer whose state is plain tensors; or mesh='replicate', which splits no parameters",
+            )
+        return _Sliced(tuple(leaf.shape), leaf.dtype) if leaf.ndim else leaf.clone()
+
+    def data(self) -> list[object]:
+        """Returns the form as data that ranks send each other."""
+        sent = [[list(x.whole), str(x.dtype)] if isinstance(x, _Sliced) else [x] for x in self.leaves]
+        return [sent, pytree.treespec_dumps(self.spec)]
+
+    @classmethod
+    def read(cls, data: list[Any]) -> _Form:
+        """Returns the form that `data` describes."""
+        sent, spec = data
+        leaves = (_Sliced(tuple(x[0]), getattr(torch, x[1][6:])) if len(x) > 1 else x[0] for x in sent)
+        return cls(tuple(leaves), _spec(spec))
+
+    @property
+    def sliced(self) -> list[_Sliced]:
+        """The leaves that are tensors in slices."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Sliced)]
+
+    def filled(self, slices: Iterator[Tensor]) -> State:
+        """Returns a state of this form."""
+        leaves = [next(slices) if isinstance(leaf, _Sliced) else leaf for leaf in self.leaves]
+        return cast(State, pytree.tree_unflatten(leaves, self.spec))
+
+
+_spec = functools.lru_cache(pytree.treespec_loads)
+
+
+def _owners(parameters: Sequence[ShardedParameter]) -> list[Place]:
+    """Returns the owner's place of each parameter, so that the ranks have about as much to compute.
+
+    A matrix product of its smaller dims with itself stands for the work: the largest go first, each
+    to the rank that has the least.
+    """
+    work = dict[str, dict[tuple[int, ...], float]]()
+    found = dict[int, Place]()
+
+    def cost(number: int) -> float:
+        whole = [n for n in parameters[number].whole if n > 1]
+        return float(math.prod(whole) * min(whole, default=1))
+
+    for number in sorted(range(len(parameters)), key=cost, reverse=True):
+        axes = [axis for axis, _ in parameters[number].sharding]
+        places = itertools.product(*(range(axis.size) for axis in axes))
+        of_axes = work.setdefault(str(axes), dict.fromkeys(places, 0.0))
+        place = min(of_axes, key=of_axes.__getitem__)
+        of_axes[place] += cost(number)
+        found[number] = dict(zip((axis.name for axis in axes), place, strict=True))
+    return [found[number] for number in range(len(parameters))]
+
+
+class FullStep:
+    """One step of an optimizer, with full parameters."""
+
+    def __init__(self, optimizer: Optimizer, reaches: Sequence[Reach]) -> None:
+        """Prepares a step.
+
+        Args:
+            reaches: the reach of each of the optimizer's groups.
+
+        Raises:
+            InputError: its parameters are of models on different meshes.
+        """
+        self._optimizer, self._everywhere = optimizer, "model" in reaches
+        groups = (g for g, reach in zip(optimizer.param_groups, reaches, strict=True) if reach != "element")
+        found = [p for group in groups for p in group["params"] if isinstance(p, ShardedParameter) and p.is_split]
+        meshes = {tuple(group.name for group in p.ranks.groups.values()) for p in found}
+        if len(meshes) > 1:
+            raise InputError(
+                f"{type(optimizer).__name__} has parameters of models on different meshes",
+                where=f"{type(optimizer).__name__}.step(), meshes {' and '.join(', '.join(m) for m in sorted(meshes))}",
+                why="its step reads full parameters, which the ranks of one mesh bring together",
+                attempt="an optimizer for each model",
+            )
+        self._all = [_Entry(p, owner) for p, owner in zip(found, _owners(found), strict=True)]
+        self._entries: list[_Entry] = []
+        """The parameters that take part so far: those with gradients."""
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._all[0].parameter.ranks
+
+    def run(self, step: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        """Makes the step, on all ranks or none.
+
+        Args:
+            step: the class's own, without hooks.
+
+        Raises:
+            DistributedError: it failed on a rank.
+        """
+        given = [self._with_slices(arg) if callable(arg) else arg for arg in args]
+        named = {name: self._with_slices(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+
+        def made() -> object:
+            with unwatched():
+                return step(self._optimizer, *given, **named)
+
+        if not self._all:
+            return made()
+        name = type(self._optimizer).__name__
+        try:
+            self._begin()
+            result = self._ranks.run_on_all(made, DistributedError, f"{name}.step() failed")
+            self._end()
+        finally:
+            self._restore()
+        return result
+
+    def _with_slices(self, closure: Closure) -> Closure:
+        """Returns a closure that has slices of the parameters, amid a step."""
+        call = watched(closure)
+
+        def between() -> Any:
+            self._deal_values(self._facts())
+            self._to_slices()
+            result = call()
+            self._begin()
+            return result
+
+        return between
+
+    # --- from slices to full tensors ---------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Gives the optimizer full parameters, gradients and, where it has none yet, full states."""
+        states, moved = self._optimizer.state, list[tuple[_Entry, Tensor, SliceType]]()
+        with unwatched():
+            self._entries = [e for e in self._all if self._everywhere or e.has_state or e.parameter.grad is not None]
+            for entry in self._entries:
+                grad = entry.parameter.grad
+                entry.data, entry.grad = DATA(entry.parameter), None if grad is None else _plain(grad)
+                if not entry.has_state:
+                    entry.state = states.get(entry.parameter)
+            for entry in self._entries:
+                moved += [(entry, x, entry.type) for x in (entry.data, entry.grad) if x is not None]
+                moved += [] if entry.has_state else [(entry, *entry.slice_of(x)) for x in entry.tensors]
+        full = iter(self._collected(moved))
+        for entry in self._entries:
+            self._fill(entry, full)
+
+    def _fill(self, entry: _Entry, full: Iterator[Tensor | None]) -> None:
+        """Gives the optimizer a full parameter, or one without a gradient on ranks that do not step it."""
+        p, states, data = entry.parameter, self._optimizer.state, next(full)
+        grad = next(full) if entry.grad is not None else None
+        entry.is_full = data is not None
+        p.__class__ = nn.Parameter  # type: ignore[assignment]  # to the optimizer it is no slice
+        p.grad = None
+        if data is not None:
+            p.data, p.grad = data, grad
+        entry.given = None if grad is None else (grad, grad._version)
+        if not entry.has_state and entry.state is not None:
+            form = _Form.of(entry.state)
+            tensors = [next(full) for _ in form.sliced]
+            states[p] = form.filled(cast("Iterator[Tensor]", iter(tensors))) if entry.is_full else {}
+        entry.has_state = True
+
+    def _collected(self, moved: Sequence[tuple[_Entry, Tensor, SliceType]]) -> Sequence[Tensor | None]:
+        if self._everywhere:
+            return [self._ranks.gathered(x, of.sharding, of.whole) for _, x, of in moved]
+        owned = [entry.owned(of, x.dtype) for entry, x, of in moved]
+        return collected(self._ranks, owned, [x for _, x, _ in moved]) if moved else []
+
+    # --- from full tensors to slices ---------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """Gives each rank its slices of the parameters and of the states."""
+        facts = self._facts()
+        self._deal_values(facts)
+        forms = [form for _, form in facts]
+        owned, full = list[Owned](), list[Tensor | None]()
+        for entry, form in zip(self._entries, forms, strict=True):
+            if form is not None:
+                owned += [entry.owned(state_type(entry.parameter, x.whole), x.dtype) for x in form.sliced]
+                leaves = pytree.tree_leaves(self._optimizer.state[entry.parameter]) if entry.is_full else ()
+                tensors = [leaf for leaf in leaves if _is_split(leaf)]
+                full += tensors or [None] * len(form.sliced)
+        slices = iter(self._dealt(owned, full))
+        self._to_slices()
+        for entry, form in zip(self._entries, forms, strict=True):
+            types = [] if form is None else [state_type(entry.parameter, x.whole) for x in form.sliced]
+            marked = (LocalSlice.sharing(next(slices), entry.parameter, of) for of in types)
+            entry.state = None if form is None else form.filled(marked)
+
+    def _deal_values(self, facts: Sequence[tuple[Gradient, _Form | None]]) -> None:
+        """Gives each rank its slices of the parameters, and of the gradients that the optimizer has changed."""
+        new = [entry for entry, (gradient, _) in zip(self._entries, facts, strict=True) if gradient == "new"]
+        owned = [entry.owned(entry.type, entry.slice.dtype) for entry in (*self._entries, *new)]
+        full = [DATA(entry.parameter) if entry.is_full else None for entry in self._entries]
+        full += [entry.parameter.grad if entry.is_full else None for entry in new]
+        slices = iter(self._dealt(owned, full))
+        for entry in self._entries:
+            entry.slice.copy_(next(slices))
+            increment_version(entry.parameter)  # as in-place updates of the parameter itself do
+        for entry, (gradient, _) in zip(self._entries, facts, strict=True):
+            entry.grad = entry.grad if gradient == "kept" else next(slices) if gradient == "new" else None
+
+    def _dealt(self, owned: Sequence[Owned], full: Sequence[Tensor | None]) -> list[Tensor]:
+        if self._everywhere:
+            place = self._ranks.place
+            return [of.sharding.local(cast(Tensor, x), place).clone() for of, x in zip(owned, full, strict=True)]
+        return dealt(self._ranks, owned, full, self._entries[0].slice.device) if owned else []
+
+    def _facts(self) -> list[tuple[Gradient, _Form | None]]:
+        """Returns each parameter's gradient and the form of its state, as the ranks that step it have them."""
+        states, found = self._optimizer.state, dict[int, tuple[Gradient, _Form | None]]()
+        for number, entry in enumerate(self._entries):
+            if entry.is_full:
+                form = _Form.of(states[entry.parameter]) if entry.parameter in states else None
+                found[number] = entry.gradient, form
+        for group in () if self._everywhere else (self._ranks.group, self._ranks.replicas):
+            own = {number: [gradient, form and form.data()] for number, (gradient, form) in found.items()}
+            for data in gather_bytes(group, "an optimizer's step", partial(encode, own, allow_pickle=True)):
+                for number, (gradient, form) in decode(data, allow_pickle=True).items():
+                    found.setdefault(number, (gradient, form and _Form.read(form)))
+        return [found[number] for number in range(len(self._entries))]
+
+    def _to_slices(self) -> None:
+        for entry in self._entries:
+            if entry.data is not None:
+                p = entry.parameter
+                p.grad = None
+                p.data, p.grad = entry.data, entry.grad
+                p.__class__ = ShardedParameter
+                entry.data = None
+
+    def _restore(self) -> None:
+        """Gives the optimizer this rank's slices."""
+        self._to_slices()
+        for entry in self._all:
+            if entry.has_state:  # in an order that is the same on all ranks
+                self._optimizer.state.pop(entry.parameter, None)
+                if entry.state is not None:
+                    self._optimizer.state[entry.parameter] = entry.state

@@ -1,0 +1,316 @@
+"""Finds out how far the step of an unknown optimizer reads, by steps of small random parameters.
+
+A step is of single elements if all of its ops are elementwise. Some steps of all kinds run again with
+other gradients for half of the parameters: if a parameter of the other half, or a setting, ends
+differently, or a step draws random numbers or has collectives of its own, it is of the whole model.
+
+The steps are the optimizer's own, with its own settings, on parameters that have random values
+meanwhile. All else is put back afterwards. An op may come later than the trial's last step, so later
+steps of single elements refuse ops that are not elementwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchshard.core.errors import InputError
+from torchshard.distributed.memory import MemoryProcessGroup
+from torchshard.distributed.ranks import widest
+from torchshard.runtime.optimizer_classes import REACHES, Reach, parameters_of
+from torchshard.weights.local_slice import unwatched
+from torchshard.weights.parameter import DATA, ShardedParameter
+
+T = TypeVar("T")
+Step = Callable[[Callable[[], Tensor]], object]
+"""An optimizer's step, as a function of its closure."""
+_STEPS = 12
+"""The steps of a trial: some optimizers read more than elements only after ten, which is a common default."""
+_MOST = {1: 1 << 16}
+"""Number of dims -> the largest size of one in a trial; for others `_MOST_OF_A_MATRIX`."""
+_MOST_OF_A_MATRIX = 160
+_GRADIENTS = 3
+"""The number of different gradients: those of one sign throughout would hide a sum over signs."""
+_OF_A_KIND = 2
+"""The parameters of a group and a number of dims that take part: the smallest ones."""
+_OTHERS = (1e3, 1e-3)
+"""The factors of the other gradients: clipping acts on large ones only."""
+_ELEMENTWISE = frozenset(
+    f"aten::{name}" for name in (
+        "zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full",
+        "zero_", "fill_", "copy_", "detach", "detach_", "alias", "_to_copy", "lift_fresh", "lift_fresh_copy",
+    )
+)  # fmt: skip
+"""Ops of single elements that PyTorch does not tag as pointwise."""
+# `_c10d_functional`: the operators of functional collectives, which have no public namespace (PyTorch 2.13.0).
+_COLLECTIVES = ("c10d", "_c10d_functional")
+"""The namespaces of collectives: an optimizer's own expect the full model on each rank, as under DDP."""
+_ACROSS = ("aten::_foreach_norm", "aten::_foreach_max")
+
+
+class Ops(TorchDispatchMode):
+    """Notes whether all ops are elementwise, and whether one draws random numbers or is a collective."""
+
+    def __init__(self, refuse: Callable[[str], NoReturn] | None = None) -> None:
+        """Starts without any op.
+
+        Args:
+            refuse: raises an error for an op that is not elementwise.
+        """
+        super().__init__()
+        self.elementwise, self.of_model, self._refuse, self._is_paused = True, False, refuse, False
+
+    def around(self, closure: Callable[[], T]) -> Callable[[], T]:
+        """Returns a closure whose ops do not count."""
+
+        def uncounted() -> T:
+            self._is_paused = True
+            try:
+                return closure()
+            finally:
+                self._is_paused = False
+
+        return uncounted
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        """Runs an op."""
+        if not self._is_paused:
+            of_model = torch.Tag.nondeterministic_seeded in func.tags or func.namespace in _COLLECTIVES
+            is_elementwise = not of_model and _is_elementwise(func, args, kwargs or {})
+            if self._refuse is not None and not is_elementwise:
+                self._refuse(str(func))
+            self.of_model, self.elementwise = self.of_model or of_model, self.elementwise and is_elementwise
+        return func(*args, **kwargs or {})
+
+
+def _is_elementwise(func: torch._ops.OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    name = func._schema.name
+    given = [*args, *kwargs.values()]
+    if name.startswith("aten::_foreach_"):
+        lists = [arg for arg in given if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
+        return name not in _ACROSS and all(_have_one_shape(each) for each in zip(*lists, strict=False))
+    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
+    if not any(t.ndim for t in tensors):
+        return True  # numbers: a count of steps, a learning rate
+    return (torch.Tag.pointwise in func.tags or name in _ELEMENTWISE) and _have_one_shape(tensors)
+
+
+def _have_one_shape(tensors: Sequence[Tensor]) -> bool:
+    return len({t.shape for t in tensors if t.ndim}) <= 1
+
+
+def agreed_reach(optimizer: Optimizer, step: Step) -> list[Reach]:
+    """Returns the reach of each of an optimizer's groups: the widest that a rank finds. A collective call.
+
+    Args:
+        step: makes a step, without hooks, and calls a closure if it takes one.
+
+    Raises:
+        InputError: the trial fails.
+    """
+    ranks = widest(parameters_of(optimizer))
+    what = f"how far {type(optimizer).__name__}'s step reads"
+    groups = [dist.group.WORLD, *(group.process_group for group in ranks.groups.values())]
+
+    def begun() -> int:
+        return sum(group.calls.begun for group in groups if isinstance(group, MemoryProcessGroup))
+
+    found = ranks.run_on_all(lambda: _found_reach(optimizer, step, begun), InputError, what)
+    numbers = torch.tensor([REACHES.index(reach) for reach in found], device="cpu")
+    return [REACHES[int(number)] for number in ranks.reduced(numbers, dist.ReduceOp.MAX, eager=what)]
+
+
+def _found_reach(optimizer: Optimizer, step: Step, begun: Callable[[], int]) -> list[Reach]:
+    """Returns the reach of each group, as this rank finds it.
+
+    Args:
+        begun: returns the number of collectives that have begun over groups without operators.
+
+    Raises:
+        InputError: the trial fails.
+    """
+    groups = [_smallest(group["params"]) for group in optimizer.param_groups]
+    chosen = [p for group in groups for p in group]
+    try:
+        with _Trial(optimizer, chosen) as trial:
+            reaches: list[Reach] = []
+            for group in groups:
+                before = begun()
+                with Ops() as ops:
+                    trial.run(step, dict.fromkeys(group))
+                if ops.of_model or begun() != before:
+                    return ["model"] * len(groups)
+                reaches.append("element" if ops.elementwise else "parameter")
+            usual = trial.run(step, dict.fromkeys(chosen))
+            for factor, half in itertools.product(_OTHERS, (0, 1)):
+                other = trial.run(step, {p: factor if i % 2 == half else None for i, p in enumerate(chosen)})
+                if not _equal(usual.settings, other.settings) or not _equal(
+                    usual.parameters[1 - half :: 2], other.parameters[1 - half :: 2]
+                ):
+                    return ["model"] * len(groups)
+            return reaches
+    except Exception as error:
+        raise _unknown(optimizer, error) from error
+
+
+def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The parameters of a group that take part in the trial."""
+    kinds = dict[int, list[Tensor]]()
+    for p in sorted(parameters, key=lambda p: torch.Size(_full_shape(p)).numel()):
+        if p.requires_grad and torch.Size(_full_shape(p)).numel():
+            kinds.setdefault(len(_full_shape(p)), []).append(p)
+    return [p for found in kinds.values() for p in found[:_OF_A_KIND]]
+
+
+def _full_shape(p: Tensor) -> tuple[int, ...]:
+    """The shape of a parameter in the trial: its full one, or less."""
+    whole = vars(p)["whole"] if "whole" in vars(p) else tuple(p.shape)
+    return tuple(min(size, _MOST.get(len(whole), _MOST_OF_A_MATRIX)) for size in whole)
+
+
+class _Ended(NamedTuple):
+    """The outcome of a trial's steps."""
+
+    parameters: list[Tensor]
+    settings: object
+    """The settings of the optimizer and its groups, and its state that is not of a parameter."""
+
+
+def _equal(one: object, other: object) -> bool:
+    """Returns whether two trees of tensors and numbers are equal, bit by bit."""
+    first, second = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    return len(first) == len(second) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else type(a) is type(b) and a == b
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def _settings(optimizer: Optimizer) -> object:
+    plain = (int, float, Tensor)
+    own = {name: value for name, value in vars(optimizer).items() if isinstance(value, plain)}
+    groups = [
+        {name: v for name, v in group.items() if isinstance(v, plain) and name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return copy.deepcopy([own, groups, {str(k): v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}])
+
+
+class _Trial:
+    """An optimizer whose parameters have random values for a while."""
+
+    def __init__(self, optimizer: Optimizer, chosen: Sequence[Tensor]) -> None:
+        self._optimizer = optimizer
+        self._all, self._devices = parameters_of(optimizer), {p.device for p in chosen if p.device.type != "cpu"}
+        generator = torch.Generator("cpu").manual_seed(0)
+
+        def drawn(p: Tensor) -> Tensor:
+            drawn = torch.randn(_full_shape(p), generator=generator, dtype=torch.float64, device="cpu")
+            return drawn.to(p.device, p.dtype)
+
+        self._values = {p: drawn(p) for p in chosen}
+        self._gradients = [{p: (drawn(p), drawn(p)) for p in chosen} for _ in range(_GRADIENTS)]
+        """The gradients of a step, which take turns: a parameter -> its gradient, and another one."""
+
+    def __enter__(self) -> _Trial:
+        with unwatched():
+            self._before = [(p, p.__class__, DATA(p), p.grad) for p in self._all]
+        for p in self._all:
+            p.__class__ = nn.Parameter if isinstance(p, ShardedParameter) else p.__class__
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for p, cls, data, grad in self._before:
+            p.grad = None
+            p.data = data
+            p.grad = grad
+            p.__class__ = cls
+
+    def run(self, step: Step, factors: Mapping[Tensor, float | None]) -> _Ended:
+        """Makes some steps.
+
+        Args:
+            factors: a parameter -> the factor of its other gradient, or None for its gradient; the rest have none.
+        """
+        for p in self._all:
+            p.grad = None
+        for p, value in self._values.items():
+            p.data = value.clone()
+        turns = itertools.cycle(self._gradients)
+
+        def closure() -> Tensor:
+            gradients = next(turns)
+            for p, factor in factors.items():
+                gradient, other = gradients[p]
+                # of a parabola: SAM takes gradients at other parameters than it updates
+                p.grad = (gradient if factor is None else other * factor) + p.data
+            return torch.zeros((), device="cpu")
+
+        with _on_copies(self._optimizer, self._all), torch.random.fork_rng(self._devices), _python_draws_kept():
+            for _ in range(_STEPS):
+                closure()
+                step(closure)
+            return _Ended([p.data.clone() for p in self._values], _settings(self._optimizer))
+
+
+@contextlib.contextmanager
+def _on_copies(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Gives an optimizer copies of its attributes and settings, and an empty state, for a while."""
+    own, memo = dict(vars(optimizer)), dict[int, Any]((id(p), p) for p in parameters)
+
+    def copied(name: str, value: object) -> object:
+        if isinstance(value, OrderedDict):
+            return value  # hooks
+        if isinstance(value, torch.Generator):
+            return value.clone_state()
+        with contextlib.suppress(Exception):  # such as a lock: it is not a setting
+            return copy.deepcopy(value, memo)
+        return value
+
+    vars(optimizer).update({name: copied(name, value) for name, value in own.items() if name != "state"})
+    optimizer.state = defaultdict(dict)
+    try:
+        yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(own)
+
+
+@contextlib.contextmanager
+def _python_draws_kept() -> Iterator[None]:
+    """Puts back the generators of Python and NumPy."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _unknown(optimizer: Optimizer, error: Exception) -> InputError:
+    name = type(optimizer).__name__
+    return InputError(
+        f"how far {name}'s step reads can't be found out",
+        where=f"{name}.step()",
+        why=f"a step of random parameters fails: {type(error).__name__}: {error}",
+        attempt=f'ts.register_optimizer({name}, "element") if it treats each element by itself, as AdamW does; '
+        '"parameter" if it looks at full matrices, as Muon does; otherwise "model"',
+    )
