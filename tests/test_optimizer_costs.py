@@ -32,12 +32,13 @@ def _held(optimizer: torch.optim.Optimizer) -> int:
     [
         ("adamw-plain", torch.optim.AdamW),
         ("sgd-momentum", lambda parameters: torch.optim.SGD(parameters, momentum=0.9)),
+        ("muon", torch.optim.Muon),
         ("sgd", torch.optim.SGD),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_plain_optimizers_keep_what_is_counted(name: str, optimizer: Any, dtype: torch.dtype) -> None:
-    parameter = nn.Parameter(torch.zeros(NUMBERS, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(8, NUMBERS // 8, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     steps = optimizer([parameter])
     steps.step()
@@ -62,6 +63,20 @@ def test_a_step_takes_as_long_as_its_optimizer_moves_bytes() -> None:
     assert seconds["adamw-plain"] == pytest.approx(matrices * (2 + 2 + 2 * 4 + 2) / 1e3)
     assert seconds["sgd"] == pytest.approx(matrices * 6 / 1e3)
     assert sorted(seconds, key=lambda name: seconds[name]) == NAMES
+
+
+def test_muon_multiplies_full_matrices_on_one_rank_each() -> None:
+    machine = ts.Machine("slow", flops=1e3, memory_bandwidth=1e30, link_bandwidth=1e3, latency=0.0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)), torch.randn(4, 8)
+    seconds = {}
+    for ranks in (1, 2, 4):
+        plan = ts.plan(model, "auto", (x,), mesh=ranks, objective={"optimizer": "muon", "machine": machine})
+        seconds[ranks] = plan.costs.beside["the optimizer"]
+    flops = 5 * (4 * 8**2 * 16 + 2 * 8**3)  # of one of the two matrices
+    moved = 2 * 128 * 4 * (3 + 2)  # bytes of both: parameter and gradient, parameter back, momentum there and back
+    assert seconds[1] == pytest.approx(2 * flops / 1e3)
+    assert seconds[2] == pytest.approx((flops + moved / 4) / 1e3)
+    assert seconds[4] == pytest.approx((flops + moved * 3 / 16) / 1e3)
 
 
 def test_the_optimizer_is_told_and_limits_plans() -> None:

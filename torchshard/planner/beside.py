@@ -10,6 +10,7 @@ from torchshard.core.sharding import Cut, local_shape
 from torchshard.ir.fake_values import hint
 from torchshard.ir.graph import before_casts, is_weight, placeholders
 from torchshard.planner.problem import PlannedAxis
+from torchshard.plans.machine import Machine
 from torchshard.plans.optimizers import OPTIMIZERS
 
 STRAGGLING = 0.006
@@ -29,26 +30,38 @@ def beside_ops(solutions: Sequence[PlannedAxis], device: float, kernels: int) ->
     ranks = math.prod(plan.world_size for plan, _ in solutions)
     found = {
         "the slowest host": device * STRAGGLING * math.log2(max(ranks / machine.domain, 1)),
-        "the optimizer": _optimizer_bytes(solutions) / min(machine.memory_bandwidth, machine.optimizer_bandwidth),
+        "the optimizer": _optimizer_seconds(solutions, machine),
         "copies of slices": 2 * _slices_bytes(solutions) / machine.memory_bandwidth,
     }
     started = kernels + sum(c.calls for plan, _ in solutions for c in plan.costs.collectives) if kernels else 0
     return found | {"waiting for the host": max(started * machine.host_overhead - device, 0.0)}
 
 
-def _optimizer_bytes(solutions: Sequence[PlannedAxis]) -> float:
-    """The bytes that the optimizer reads and writes on the rank with the most trained weights."""
-    found, name = dict[str, float](), solutions[0].plan.costs.optimizer
+def _optimizer_seconds(solutions: Sequence[PlannedAxis], machine: Machine) -> float:
+    """The seconds of an optimizer's step on the rank with the most trained weights.
+
+    It reads and writes memory; one that reads full matrices also multiplies them, each on one of the ranks that have
+    its slices, and moves it there and back.
+    """
+    name, ranks = solutions[0].plan.costs.optimizer, math.prod(plan.world_size for plan, _ in solutions)
     if name is None:
         return 0.0
+    optimizer, moved, flops, largest, sent, whole = OPTIMIZERS[name], dict[str, float](), 0.0, 0.0, 0.0, 0.0
     for node in placeholders(solutions[0].problem.graph):
-        if not is_weight(node) or not node.meta.get("needs_grad"):
-            continue
         path, value = node.meta["path"], node.meta["val"]
+        if not is_weight(node) or not node.meta.get("needs_grad") or path in moved:
+            continue
+        shape = tuple(map(hint, value.shape))
         cuts = tuple(Cut(plan.layouts.get(path, I), 0, plan.world_size) for plan, _ in solutions)
-        numbers = math.prod(local_shape(tuple(map(hint, value.shape)), cuts))
-        found[path] = numbers * OPTIMIZERS[name].moved(value.dtype.itemsize)
-    return sum(found.values())
+        moved[path] = math.prod(local_shape(shape, cuts)) * optimizer.moved(value.dtype.itemsize)
+        owners = math.prod(cut.size for cut in cuts if cut.layout != I)
+        of_matrix = optimizer.flops(math.prod(shape[:-1]), shape[-1])
+        flops, largest = flops + of_matrix / owners, max(largest, of_matrix)
+        nbytes = math.prod(shape) * optimizer.sent(value.dtype.itemsize)
+        whole, sent = whole + nbytes, sent + nbytes * (owners - 1) / owners**2
+    seconds = sum(moved.values()) / min(machine.memory_bandwidth, machine.optimizer_bandwidth)
+    seconds += max(flops, largest) / machine.flops
+    return seconds + (machine.sends("all_to_all", whole, sent, ranks) if sent else 0.0)
 
 
 def _slices_bytes(solutions: Sequence[PlannedAxis]) -> float:

@@ -57,7 +57,7 @@ class Objective:
     optimizer: OptimizerName = "adamw"
     """What updates the parameters, for the estimates of a step's memory and time: "adamw" keeps float32 moments and a
     float32 copy of 16-bit weights; "adamw-plain" keeps moments in the weights' dtype, as torch.optim.AdamW on them;
-    "adamw-8bit", "sgd-momentum", "sgd"."""
+    "adamw-8bit", "muon" (on full matrices), "sgd-momentum", "sgd"."""
     compile: CompileOptions = False
     """True, or a dict of keyword arguments of `torch.compile`: each rank's forward and backward graphs are compiled at
     the first call. `model.compile()` compiles those of later calls."""
