@@ -65,6 +65,7 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/communication.py
 	$(PY) benchmarks/prices.py
 	$(PY) benchmarks/steps.py
+	$(PY) benchmarks/optimizers.py
 	$(PY) benchmarks/weights.py
 	$(PY) benchmarks/decode.py
 
