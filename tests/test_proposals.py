@@ -101,8 +101,8 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
     assert whys == {
         "{'dp': (6, 'replicate')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
         "{'dp': (6, 'shard')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
-        "{'dp': (3, 'replicate'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
-        "{'dp': (3, 'shard'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
+        "{'dp': (3, 'replicate'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 3",
+        "{'dp': (3, 'shard'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 3",
     }
     assert found[0].fits
     for two in ("dp=6:replicate and dp=6:shard", "dp=3:replicate,tp=2 and dp=3:shard,tp=2"):  # once below the table
