@@ -1,11 +1,12 @@
-"""What does a step of Muon cost on slices? Beside unsharded Muon's, and AdamW's of the same slices; memory, and bytes sent.
+"""What does a step of Muon cost on slices? Compared with unsharded Muon's, and with AdamW's of the same slices.
 
     Muon          a step of torchshard's ranks: full matrices come to their owners, and go back
     unsharded     the same optimizer of the unsharded model, in each rank's process
     AdamW         a step of torchshard's ranks, which sends nothing
 
-A step begins at a barrier and ends when the slowest rank ends; ways take turns within a round, and ratios are medians of
-the rounds. `over a share` is Muon's time over the unsharded one's divided by the ranks (at most by the machine's cores).
+A step begins at a barrier and ends when the slowest rank ends. Ways take turns within a round, and ratios are medians.
+`over a share` is Muon's time over the unsharded one's divided by the ranks, at most by the machine's cores. The state
+that a rank stores, and the bytes that it sends, are counted.
 
     python benchmarks/optimizers.py
     python benchmarks/optimizers.py --ranks 4 --width 512

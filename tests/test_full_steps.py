@@ -142,6 +142,7 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "Muon": lambda m: torch.optim.Muon(_matrices(m), 1e-2),
     "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), 1e-2),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), 1e-2),
     "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), 0.1, max_iter=3, history_size=4),
     "signs": lambda m: Signs(m.parameters()),
     "trust": lambda m: Trust(m.parameters()),
@@ -342,6 +343,33 @@ def test_checkpoints_fit_other_ranks(world: int, mesh: Any, tmp_path: Path) -> N
         unsharded[name] = _train(model, optimizer, 3, first=3)
     for losses in (*found, unsharded):
         for name in NAMES:
+            assert losses[name] == pytest.approx(expected[name], abs=1e-10), name
+
+
+def _go_on(rank: int, mesh: Any, file: str) -> dict[str, list[float]]:
+    losses = {}
+    for name, saved in torch.load(file, mmap=True).items():
+        sharded = _sharded(_model(1), mesh)
+        optimizer = OPTIMIZERS[name](sharded)
+        sharded.load_full_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        losses[name] = _train(sharded, optimizer, 3, first=3)
+    return losses
+
+
+@nightly("3-shard")
+@pytest.mark.parametrize(("world", "mesh"), [(2, 2), (3, "shard")], ids=["2-2", "3-shard"])
+def test_a_run_goes_on_from_an_unsharded_runs_file(world: int, mesh: Any, tmp_path: Path) -> None:
+    saved, expected = {}, {}
+    for name in (*NAMES, "AdamW"):
+        model = _model()
+        optimizer = OPTIMIZERS[name](model)
+        _train(model, optimizer, 3)
+        saved[name] = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        expected[name] = _train(model, optimizer, 3, first=3)
+    torch.save(saved, tmp_path / "run.pt")
+    for losses in run_ranks(_go_on, world, mesh, str(tmp_path / "run.pt")):
+        for name in expected:
             assert losses[name] == pytest.approx(expected[name], abs=1e-10), name
 
 

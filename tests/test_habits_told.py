@@ -189,7 +189,10 @@ def _foreign_state(model: Any) -> None:
     _loss(model).backward()
     for optimizer in optimizers:
         optimizer.step()
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    state = optimizers[0].state_dict()
+    for of_parameter in state["state"].values():
+        of_parameter["exp_avg"] = of_parameter["exp_avg"][..., :1]
+    optimizers[1].load_state_dict(state)
 
 
 # --- ranks that diverge -----------------------------------------------------------------------------------------------

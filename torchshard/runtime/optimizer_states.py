@@ -123,24 +123,23 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
                 f"the optimizer's {name} of {parameter.path!r} has another shape than this rank's slice",
                 where="optimizer.load_state_dict",
                 why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {place_text(own)}",
-                attempt="the optimizer's state dict that this rank saved; of an unsharded run, ts.save(folder, model, "
-                "optimizer) there and ts.load(folder, model, optimizer) here",
+                attempt="the state dict of this rank's optimizer, or of an unsharded run's with its parameters in the "
+                "same order",
             )
 
 
 def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Returns a state dict to load, with plain tensors instead of slices.
+    """Returns a state dict to load, with plain tensors instead of slices, and slices of full ones.
 
     Raises:
         InputError: it has a slice of another place.
     """
     UNMARKED.add(optimizer)
     states, by_element = dict(state_dict["state"]), known_reach(optimizer) == "element"
-    indices, cuts = [index for group in state_dict["param_groups"] for index in group["params"]], wants_whole()
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
-            if cuts:
-                states[index] = pytree.tree_map(partial(_cut, parameter=parameter), states[index])
+            states[index] = pytree.tree_map(partial(_cut, parameter=parameter), states[index])
             _check_state(parameter, states[index], by_element=by_element)
             places = {path: place_of(value) for path, value in leaves_of(states[index]).items()}
             shapes = {path: tuple(place[4]) for path, place in places.items() if place is not None}
