@@ -99,8 +99,8 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
     found = ts.meshes(Wide(), example_inputs=(torch.randn(4, 8),), mesh=6)
     whys = {str(dict(each.mesh)): each.why for each in found if each.plan is None}
     assert whys == {
-        "{'dp': (6, 'replicate')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
-        "{'dp': (6, 'shard')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
+        "{'dp': (6, 'replicate')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 6",
+        "{'dp': (6, 'shard')}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 6",
         "{'dp': (3, 'replicate'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 3",
         "{'dp': (3, 'shard'), 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 3",
     }
