@@ -112,6 +112,24 @@ class Noise(_Own):
         p.add_(p.grad + 0.01 * torch.randn_like(p), alpha=-1e-2)
 
 
+class Shapes(_Own):
+    """Reads a parameter's shape, in ops that are elementwise."""
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> None:
+        p.add_(p.grad.sign(), alpha=-1e-2 / (p.numel() + p.shape[-1]))
+
+
+class Counting(_Own):
+    """Counts the parameters that have gradients."""
+
+    def look(self, parameters: list[Tensor]) -> None:
+        self.count = 0
+
+    def update(self, p: Tensor, state: dict[str, Any]) -> None:
+        self.count += 1
+        p.add_(p.grad / (1 + p.grad.norm()), alpha=-self.param_groups[0]["lr"] / self.count)
+
+
 class Divided(_Own):
     """Divides the parameters over the ranks itself, and broadcasts them, as optimizers for DDP do."""
 
@@ -149,6 +167,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "factors": lambda m: Factors(m.parameters()),
     "clipping": lambda m: Clipping(m.parameters()),
     "noise": lambda m: Noise(m.parameters()),
+    "shapes": lambda m: Shapes(_matrices(m)),
+    "counting": lambda m: Counting(_matrices(m), lr=0.0),
     "divided": lambda m: Divided(m.parameters()),
     "groups": lambda m: Trust([{"params": _matrices(m)}, {"params": [m.norm.weight, m.up.bias], "lr": 1.0}]),
 }
@@ -180,6 +200,8 @@ def _train(model: nn.Module, optimizer: Optimizer, steps: int, first: int = 0) -
             loss.backward()
             return loss
 
+        if isinstance(optimizer, Counting):  # a warm-up
+            optimizer.param_groups[0]["lr"] = 1e-2 * number
         if isinstance(optimizer, torch.optim.LBFGS) or number % 2:
             loss = optimizer.step(closure)  # type: ignore[arg-type]
         else:

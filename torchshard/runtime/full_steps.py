@@ -21,9 +21,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
@@ -32,6 +33,8 @@ from torch.utils import _pytree as pytree
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import Place
 from torchshard.distributed.consistency import gather_bytes
+from torchshard.distributed.group import Group
+from torchshard.distributed.kernels import reduced
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.owners import Owned, collected, dealt
 from torchshard.distributed.ranks import Ranks
@@ -98,7 +101,7 @@ class _Entry:
         grad = self.parameter.grad
         if grad is None:
             return "none"
-        is_kept = self.given is not None and grad is self.given[0] and grad._version == self.given[1]
+        is_kept = self.given is not None and grad is self.given[0] and _version(grad) == self.given[1]
         return "kept" if is_kept else "new"
 
     def owned(self, of: SliceType, dtype: torch.dtype) -> Owned:
@@ -108,6 +111,11 @@ class _Entry:
 
 def _plain(x: Tensor) -> Tensor:
     return x.plain if isinstance(x, LocalSlice) else x
+
+
+def _version(x: Tensor) -> int:
+    # `_version`: no public name; tensors of inference mode have none (PyTorch 2.13.0)
+    return -1 if x.is_inference() else x._version
 
 
 def _is_split(leaf: object) -> bool:
@@ -197,6 +205,14 @@ def _owners(parameters: Sequence[ShardedParameter]) -> list[Place]:
     return [found[number] for number in range(len(parameters))]
 
 
+class BatchOwner(Protocol):
+    """A sharded model, as its optimizers see it."""
+
+    @property
+    def batch_group(self) -> Group | None:
+        """The ranks whose closures return losses of their own parts of the batch; None if all have the same."""
+
+
 class FullStep:
     """One step of an optimizer, with full parameters."""
 
@@ -262,11 +278,20 @@ class FullStep:
         def between() -> Any:
             self._deal_values(self._facts())
             self._to_slices()
-            result = call()
+            loss = call()
             self._begin()
-            return result
+            return self._mean(loss)
 
         return between
+
+    def _mean(self, loss: Any) -> Any:
+        """Returns the mean of the losses of the ranks that split the batch, as DistributedDataParallel's gradients."""
+        batch = cast(BatchOwner | None, self._all[0].parameter.owner())
+        group = None if batch is None else batch.batch_group
+        if group is None or not (isinstance(loss, Tensor) and loss.numel() == 1):
+            return loss
+        what = f"the loss in a step of {type(self._optimizer).__name__}"
+        return reduced(loss.detach(), dist.ReduceOp.SUM, group, eager=what) / group.size
 
     # --- from slices to full tensors ---------------------------------------------------------------------------------
 
@@ -296,7 +321,7 @@ class FullStep:
         p.grad = None
         if data is not None:
             p.data, p.grad = data, grad
-        entry.given = None if grad is None else (grad, grad._version)
+        entry.given = None if grad is None else (grad, _version(grad))
         if not entry.has_state and entry.state is not None:
             form = _Form.of(entry.state)
             tensors = [next(full) for _ in form.sliced]
@@ -339,7 +364,8 @@ class FullStep:
         slices = iter(self._dealt(owned, full))
         for entry in self._entries:
             entry.slice.copy_(next(slices))
-            increment_version(entry.parameter)  # as in-place updates of the parameter itself do
+            if not torch.is_inference_mode_enabled():
+                increment_version(entry.parameter)  # as in-place updates of the parameter itself do
         for entry, (gradient, _) in zip(self._entries, facts, strict=True):
             entry.grad = entry.grad if gradient == "kept" else next(slices) if gradient == "new" else None
 

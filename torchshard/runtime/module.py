@@ -317,6 +317,12 @@ class ShardedModule(ShardedSubmodule, Notebook):
         wrap_steps(optimizer)
         mark_state_dicts(optimizer)
 
+    @property
+    def batch_group(self) -> Group | None:
+        """The ranks that pass parts of the batch of their own, and have losses of their own; None without any."""
+        batch = self._ts_runner.batch
+        return None if batch.is_whole else batch.group
+
     # --- looking -----------------------------------------------------------------------------------------------------
 
     @property

@@ -139,7 +139,8 @@ def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
-            states[index] = pytree.tree_map(partial(_cut, parameter=parameter), states[index])
+            cut = partial(_cut, parameter=parameter, is_full=not by_element)
+            states[index] = pytree.tree_map(cut, states[index])
             _check_state(parameter, states[index], by_element=by_element)
             places = {path: place_of(value) for path, value in leaves_of(states[index]).items()}
             shapes = {path: tuple(place[4]) for path, place in places.items() if place is not None}
@@ -166,10 +167,19 @@ def _mark_loaded(optimizer: Optimizer) -> None:
             optimizer.state[parameter] = pytree.tree_unflatten(leaves, spec)
 
 
-def _cut(value: object, parameter: ShardedParameter) -> object:
-    """Returns this rank's slice of an optimizer's tensor for a full parameter; other values as they are."""
-    if not isinstance(value, Tensor) or place_of(value) is not None or tuple(value.shape) != parameter.whole:
+def _cut(value: object, parameter: ShardedParameter, is_full: bool) -> object:
+    """Returns this rank's slice of an optimizer's full tensor; other values as they are.
+
+    Args:
+        is_full: whether tensors of other shapes than the parameter's are full unless they have a place.
+    """
+    if not isinstance(value, Tensor) or place_of(value) is not None or not value.ndim:
         return value
+    if tuple(value.shape) != parameter.whole:
+        if not (is_full and parameter.is_split):
+            return value
+        of = state_type(parameter, value.shape)
+        return LocalSlice.sharing(of.sharding.local(value, parameter.ranks.place).clone(), parameter, of)
     own = parameter.sharding.local(value, parameter.ranks.place)
     # fused steps run through memory in order: the strides must be the parameter's
     return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)

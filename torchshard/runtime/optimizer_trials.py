@@ -1,8 +1,9 @@
 """Finds out how far the step of an unknown optimizer reads, by steps of small random parameters.
 
-A step is of single elements if all of its ops are elementwise. Some steps of all kinds run again with
-other gradients for half of the parameters: if a parameter of the other half, or a setting, ends
-differently, or a step draws random numbers or has collectives of its own, it is of the whole model.
+A step is of single elements if all of its ops are elementwise, and steps of slices are slices of full
+steps. Some steps run again with other gradients, or none, for half of the parameters: if a parameter of
+the other half, its state, or a setting ends differently, or a step draws random numbers or has
+collectives of its own, it is of the whole model.
 
 The steps are the optimizer's own, with its own settings, on parameters that have random values
 meanwhile. All else is put back afterwards. An op may come later than the trial's last step, so later
@@ -17,6 +18,7 @@ import itertools
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
@@ -44,8 +46,10 @@ _MOST = {1: 1 << 16}
 _MOST_OF_A_MATRIX = 160
 _GRADIENTS = 3
 """The number of different gradients: those of one sign throughout would hide a sum over signs."""
-_OF_A_KIND = 2
-"""The parameters of a group and a number of dims that take part: the smallest ones."""
+_OF_A_KIND, _SHAPES = 2, 6
+"""The parameters of a shape that take part, and the number of shapes, the smallest ones."""
+_LEAST_RATE = 1e-2
+"""The least learning rate: with a smaller one, nothing would show what a step reads."""
 _OTHERS = (1e3, 1e-3)
 """The factors of the other gradients: clipping acts on large ones only."""
 _ELEMENTWISE = frozenset(
@@ -156,29 +160,44 @@ def _found_reach(optimizer: Optimizer, step: Step, begun: Callable[[], int]) -> 
             for group in groups:
                 before = begun()
                 with Ops() as ops:
-                    trial.run(step, dict.fromkeys(group))
-                if ops.of_model or begun() != before:
+                    full = trial.run(step, dict.fromkeys(group))
+                if ops.of_model or trial.has_drawn or begun() != before:
                     return ["model"] * len(groups)
-                reaches.append("element" if ops.elementwise else "parameter")
-            usual = trial.run(step, dict.fromkeys(chosen))
-            for factor, half in itertools.product(_OTHERS, (0, 1)):
-                other = trial.run(step, {p: factor if i % 2 == half else None for i, p in enumerate(chosen)})
-                if not _equal(usual.settings, other.settings) or not _equal(
-                    usual.parameters[1 - half :: 2], other.parameters[1 - half :: 2]
-                ):
-                    return ["model"] * len(groups)
-            return reaches
+                is_element = ops.elementwise and trial.is_of_elements(step, group, full)
+                reaches.append("element" if is_element else "parameter")
+            return ["model"] * len(groups) if _reads_others(trial, step, chosen) else reaches
     except Exception as error:
         raise _unknown(optimizer, error) from error
 
 
+def _reads_others(trial: _Trial, step: Step, chosen: Sequence[Tensor]) -> bool:
+    """Returns whether a parameter ends differently if others have different gradients, or none."""
+    usual = trial.run(step, dict.fromkeys(chosen))
+    for bit, half in itertools.product(range(max((len(chosen) - 1).bit_length(), 1)), (0, 1)):
+        kept = [i for i in range(len(chosen)) if (i >> bit) & 1 == half]  # each two are in different halves once
+        if len(kept) == len(chosen):
+            continue
+        same: dict[Tensor, float | None] = {chosen[i]: None for i in kept}
+        for factors in (*({p: same.get(p, factor) for p in chosen} for factor in _OTHERS), same):
+            try:
+                other = trial.run(step, factors)
+            except Exception:  # such as a sum over an empty list
+                return True
+            ends = ([end.settings, *((end.parameters[i], end.states[i]) for i in kept)] for end in (usual, other))
+            if not _equal(*ends):
+                return True
+    return False
+
+
 def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
     """The parameters of a group that take part in the trial."""
-    kinds = dict[int, list[Tensor]]()
+    shapes = dict[tuple[int, ...], list[Tensor]]()
     for p in sorted(parameters, key=lambda p: torch.Size(_full_shape(p)).numel()):
         if p.requires_grad and torch.Size(_full_shape(p)).numel():
-            kinds.setdefault(len(_full_shape(p)), []).append(p)
-    return [p for found in kinds.values() for p in found[:_OF_A_KIND]]
+            shapes.setdefault(_full_shape(p), []).append(p)
+    dims = {len(shape): shape for shape in reversed(shapes)}
+    few = dict.fromkeys([*dims.values(), *list(shapes)[:_SHAPES]])  # the smallest of each number of dims, and others
+    return [p for shape in few for p in shapes[shape][:_OF_A_KIND]]
 
 
 def _full_shape(p: Tensor) -> tuple[int, ...]:
@@ -191,6 +210,8 @@ class _Ended(NamedTuple):
     """The outcome of a trial's steps."""
 
     parameters: list[Tensor]
+    states: list[object]
+    """The state of each parameter."""
     settings: object
     """The settings of the optimizer and its groups, and its state that is not of a parameter."""
 
@@ -218,13 +239,14 @@ class _Trial:
     """An optimizer whose parameters have random values for a while."""
 
     def __init__(self, optimizer: Optimizer, chosen: Sequence[Tensor]) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self.has_drawn = optimizer, False
         self._all, self._devices = parameters_of(optimizer), {p.device for p in chosen if p.device.type != "cpu"}
         generator = torch.Generator("cpu").manual_seed(0)
 
         def drawn(p: Tensor) -> Tensor:
             drawn = torch.randn(_full_shape(p), generator=generator, dtype=torch.float64, device="cpu")
-            return drawn.to(p.device, p.dtype)
+            is_narrow = p.dtype.itemsize < 4  # in bfloat16 an update may be rounded away
+            return drawn.to(p.device, torch.float32 if is_narrow else p.dtype)
 
         self._values = {p: drawn(p) for p in chosen}
         self._gradients = [{p: (drawn(p), drawn(p)) for p in chosen} for _ in range(_GRADIENTS)]
@@ -244,16 +266,30 @@ class _Trial:
             p.grad = grad
             p.__class__ = cls
 
-    def run(self, step: Step, factors: Mapping[Tensor, float | None]) -> _Ended:
+    def is_of_elements(self, step: Step, group: Sequence[Tensor], full: _Ended) -> bool:
+        """Returns whether steps of slices are slices of full steps: a step may also read shapes, or call NumPy."""
+        for dim in (0, -1):
+            sliced = self.run(step, dict.fromkeys(group), partial(_half, dim=dim))
+            for i, p in enumerate(self._values):
+                whole, own = _half(full.parameters[i], dim=dim), sliced.parameters[i]
+                rounding = 1e3 * torch.finfo(whole.dtype).eps * whole.abs().max()  # vectors round unlike single numbers
+                if any(p is q for q in group) and not bool((whole - own).abs().max() <= rounding):
+                    return False
+        return True
+
+    def run(
+        self, step: Step, factors: Mapping[Tensor, float | None], part: Callable[[Tensor], Tensor] = torch.clone
+    ) -> _Ended:
         """Makes some steps.
 
         Args:
             factors: a parameter -> the factor of its other gradient, or None for its gradient; the rest have none.
+            part: returns a copy of a parameter, or of a slice of it.
         """
         for p in self._all:
             p.grad = None
         for p, value in self._values.items():
-            p.data = value.clone()
+            p.data = part(value)
         turns = itertools.cycle(self._gradients)
 
         def closure() -> Tensor:
@@ -261,14 +297,17 @@ class _Trial:
             for p, factor in factors.items():
                 gradient, other = gradients[p]
                 # of a parabola: SAM takes gradients at other parameters than it updates
-                p.grad = (gradient if factor is None else other * factor) + p.data
+                p.grad = part(gradient if factor is None else other * factor) + p.data
             return torch.zeros((), device="cpu")
 
         with _on_copies(self._optimizer, self._all), torch.random.fork_rng(self._devices), _python_draws_kept():
+            before = _python_draws()
             for _ in range(_STEPS):
                 closure()
                 step(closure)
-            return _Ended([p.data.clone() for p in self._values], _settings(self._optimizer))
+            self.has_drawn = _python_draws() != before
+            states = copy.deepcopy([self._optimizer.state.get(p) for p in self._values])
+            return _Ended([p.data.clone() for p in self._values], states, _settings(self._optimizer))
 
 
 @contextlib.contextmanager
@@ -287,11 +326,25 @@ def _on_copies(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[N
 
     vars(optimizer).update({name: copied(name, value) for name, value in own.items() if name != "state"})
     optimizer.state = defaultdict(dict)
+    for group in optimizer.param_groups:
+        if group.get("lr") is not None and float(group["lr"]) < _LEAST_RATE:  # a warm-up begins at 0
+            group["lr"] = torch.full_like(group["lr"], _LEAST_RATE) if isinstance(group["lr"], Tensor) else _LEAST_RATE
     try:
         yield
     finally:
         vars(optimizer).clear()
         vars(optimizer).update(own)
+
+
+def _half(x: Tensor, dim: int) -> Tensor:
+    """A copy of the first half along a dim."""
+    half = x.narrow(dim, 0, max(x.shape[dim] // 2, 1)) if x.ndim else x
+    return half.clone(memory_format=torch.contiguous_format)
+
+
+def _python_draws() -> object:
+    """The states of the generators of Python and NumPy."""
+    return random.getstate(), str(np.random.get_state(legacy=False))
 
 
 @contextlib.contextmanager
