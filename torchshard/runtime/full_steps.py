@@ -15,13 +15,12 @@ matrix, and only during the step.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -40,12 +39,12 @@ from torchshard.distributed.owners import Owned, collected, dealt
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizer_classes import Reach
 from torchshard.runtime.optimizer_states import state_type
+from torchshard.runtime.state_forms import Form, State, is_split
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.parameter import DATA, ShardedParameter
 
 Closure = Callable[[], Any]
-State = dict[str, Any]
 Gradient = Literal["kept", "none", "new"]
 """A gradient after a step: as before, dropped (`zero_grad`), or with other values."""
 
@@ -84,7 +83,7 @@ class _Entry:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the state that ranks have slices of."""
-        return [leaf for leaf in pytree.tree_leaves(self.state) if _is_split(leaf)]
+        return [leaf for leaf in pytree.tree_leaves(self.state) if is_split(leaf)]
 
     def slice_of(self, state: Tensor) -> tuple[Tensor, SliceType]:
         """Returns this rank's slice of a tensor of the state, and its type; a full one may have been loaded."""
@@ -116,70 +115,6 @@ def _plain(x: Tensor) -> Tensor:
 def _version(x: Tensor) -> int:
     # `_version`: no public name; tensors of inference mode have none (PyTorch 2.13.0)
     return -1 if x.is_inference() else x._version
-
-
-def _is_split(leaf: object) -> bool:
-    """Whether ranks have slices of a leaf of a state: numbers are the same on all."""
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
-
-
-class _Sliced(NamedTuple):
-    """A leaf of a state that is a tensor in slices."""
-
-    whole: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Form(NamedTuple):
-    """The structure of a parameter's state; leaves are values, or `_Sliced`."""
-
-    leaves: tuple[object, ...]
-    spec: pytree.TreeSpec
-
-    @classmethod
-    def of(cls, state: State) -> _Form:
-        """Returns the form of a state, with copies of its numbers, which a step may change in place."""
-        leaves, spec = pytree.tree_flatten(state)
-        return cls(tuple(map(cls._leaf, leaves)), spec)
-
-    @staticmethod
-    def _leaf(leaf: object) -> object:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if hasattr(leaf, "__tensor_flatten__"):
-            name = type(leaf).__name__
-            raise InputError(
-                f"an optimizer's state of type {name} can't be split over the ranks",
-                where="optimizer.step()",
-                why="it consists of several tensors, and between steps each rank stores a part of each state",
-                attempt="an optimizer whose state is plain tensors; or mesh='replicate', which splits no parameters",
-            )
-        return _Sliced(tuple(leaf.shape), leaf.dtype) if leaf.ndim else leaf.clone()
-
-    def data(self) -> list[object]:
-        """Returns the form as data that ranks send each other."""
-        sent = [[list(x.whole), str(x.dtype)] if isinstance(x, _Sliced) else [x] for x in self.leaves]
-        return [sent, pytree.treespec_dumps(self.spec)]
-
-    @classmethod
-    def read(cls, data: list[Any]) -> _Form:
-        """Returns the form that `data` describes."""
-        sent, spec = data
-        leaves = (_Sliced(tuple(x[0]), getattr(torch, x[1][6:])) if len(x) > 1 else x[0] for x in sent)
-        return cls(tuple(leaves), _spec(spec))
-
-    @property
-    def sliced(self) -> list[_Sliced]:
-        """The leaves that are tensors in slices."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, _Sliced)]
-
-    def filled(self, slices: Iterator[Tensor]) -> State:
-        """Returns a state of this form."""
-        leaves = [next(slices) if isinstance(leaf, _Sliced) else leaf for leaf in self.leaves]
-        return cast(State, pytree.tree_unflatten(leaves, self.spec))
-
-
-_spec = functools.lru_cache(pytree.treespec_loads)
 
 
 def _owners(parameters: Sequence[ShardedParameter]) -> list[Place]:
@@ -323,7 +258,7 @@ class FullStep:
             p.data, p.grad = data, grad
         entry.given = None if grad is None else (grad, _version(grad))
         if not entry.has_state and entry.state is not None:
-            form = _Form.of(entry.state)
+            form = Form.of(entry.state)
             tensors = [next(full) for _ in form.sliced]
             states[p] = form.filled(cast("Iterator[Tensor]", iter(tensors))) if entry.is_full else {}
         entry.has_state = True
@@ -346,7 +281,7 @@ class FullStep:
             if form is not None:
                 owned += [entry.owned(state_type(entry.parameter, x.whole), x.dtype) for x in form.sliced]
                 leaves = pytree.tree_leaves(self._optimizer.state[entry.parameter]) if entry.is_full else ()
-                tensors = [leaf for leaf in leaves if _is_split(leaf)]
+                tensors = [leaf for leaf in leaves if is_split(leaf)]
                 full += tensors or [None] * len(form.sliced)
         slices = iter(self._dealt(owned, full))
         self._to_slices()
@@ -355,7 +290,7 @@ class FullStep:
             marked = (LocalSlice.sharing(next(slices), entry.parameter, of) for of in types)
             entry.state = None if form is None else form.filled(marked)
 
-    def _deal_values(self, facts: Sequence[tuple[Gradient, _Form | None]]) -> None:
+    def _deal_values(self, facts: Sequence[tuple[Gradient, Form | None]]) -> None:
         """Gives each rank its slices of the parameters, and of the gradients that the optimizer has changed."""
         new = [entry for entry, (gradient, _) in zip(self._entries, facts, strict=True) if gradient == "new"]
         owned = [entry.owned(entry.type, entry.slice.dtype) for entry in (*self._entries, *new)]
@@ -375,18 +310,18 @@ class FullStep:
             return [of.sharding.local(cast(Tensor, x), place).clone() for of, x in zip(owned, full, strict=True)]
         return dealt(self._ranks, owned, full, self._entries[0].slice.device) if owned else []
 
-    def _facts(self) -> list[tuple[Gradient, _Form | None]]:
+    def _facts(self) -> list[tuple[Gradient, Form | None]]:
         """Returns each parameter's gradient and the form of its state, as the ranks that step it have them."""
-        states, found = self._optimizer.state, dict[int, tuple[Gradient, _Form | None]]()
+        states, found = self._optimizer.state, dict[int, tuple[Gradient, Form | None]]()
         for number, entry in enumerate(self._entries):
             if entry.is_full:
-                form = _Form.of(states[entry.parameter]) if entry.parameter in states else None
+                form = Form.of(states[entry.parameter]) if entry.parameter in states else None
                 found[number] = entry.gradient, form
         for group in () if self._everywhere else (self._ranks.group, self._ranks.replicas):
             own = {number: [gradient, form and form.data()] for number, (gradient, form) in found.items()}
             for data in gather_bytes(group, "an optimizer's step", partial(encode, own, allow_pickle=True)):
                 for number, (gradient, form) in decode(data, allow_pickle=True).items():
-                    found.setdefault(number, (gradient, form and _Form.read(form)))
+                    found.setdefault(number, (gradient, form and Form.read(form)))
         return [found[number] for number in range(len(self._entries))]
 
     def _to_slices(self) -> None:
