@@ -66,7 +66,7 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
 
 
 def multiples(sizes: Mapping[sympy.Symbol, Divided]) -> frozenset[sympy.Symbol]:
-    """Returns those of `divided_sizes` that ranks may split: in this call they are divisible."""
+    """Returns the sizes, of `divided_sizes`, that ranks may split in this call."""
     return frozenset(size for size, known in sizes.items() if known.part)
 
 

@@ -237,7 +237,7 @@ def _costs(
 
 
 def _step_costs(problem: PlanningProblem, plan: AxisPlan) -> Costs:
-    """A plan's costs with what a step takes beside its ops, here and with the same choices on 1, 2, 4, ... ranks."""
+    """Adds the seconds beside the ops to a plan's costs, and a step's seconds with the same choices on fewer ranks."""
     kernels, seconds = problem.kernels(), dict[int, float]()
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
         fewer = replace(problem, model=problem.model.on(ranks))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torchshard.core.layouts import I
-from torchshard.core.sharding import Cut, local_shape
+from torchshard.core.sharding import Cut, Cuts, local_shape
 from torchshard.ir.fake_values import hint
 from torchshard.ir.graph import before_casts, is_weight, placeholders
 from torchshard.planner.problem import PlannedAxis
@@ -37,31 +38,47 @@ def beside_ops(solutions: Sequence[PlannedAxis], device: float, kernels: int) ->
     return found | {"waiting for the host": max(started * machine.host_overhead - device, 0.0)}
 
 
-def _optimizer_seconds(solutions: Sequence[PlannedAxis], machine: Machine) -> float:
-    """The seconds of an optimizer's step on the rank with the most trained weights.
+class _Weight(NamedTuple):
+    """A trained weight, with its slice on the first rank, which has the most."""
 
-    It reads and writes memory; one that reads full matrices also multiplies them, each on one of the ranks that have
-    its slices, and moves it there and back.
-    """
-    name, ranks = solutions[0].plan.costs.optimizer, math.prod(plan.world_size for plan, _ in solutions)
+    shape: tuple[int, ...]
+    itemsize: int
+    cuts: Cuts
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that it is split over."""
+        return math.prod(cut.size for cut in self.cuts if cut.layout != I)
+
+
+def _trained_weights(solutions: Sequence[PlannedAxis]) -> list[_Weight]:
+    found = dict[str, _Weight]()  # tied ones once
+    for node in placeholders(solutions[0].problem.graph):
+        if is_weight(node) and node.meta.get("needs_grad"):
+            path, value = node.meta["path"], node.meta["val"]
+            cuts = tuple(Cut(plan.layouts.get(path, I), 0, plan.world_size) for plan, _ in solutions)
+            found[path] = _Weight(tuple(map(hint, value.shape)), value.dtype.itemsize, cuts)
+    return list(found.values())
+
+
+def _optimizer_seconds(solutions: Sequence[PlannedAxis], machine: Machine) -> float:
+    """The seconds of an optimizer's step on the rank with the most trained weights."""
+    name = solutions[0].plan.costs.optimizer
     if name is None:
         return 0.0
-    optimizer, moved, flops, largest, sent, whole = OPTIMIZERS[name], dict[str, float](), 0.0, 0.0, 0.0, 0.0
-    for node in placeholders(solutions[0].problem.graph):
-        path, value = node.meta["path"], node.meta["val"]
-        if not is_weight(node) or not node.meta.get("needs_grad") or path in moved:
-            continue
-        shape = tuple(map(hint, value.shape))
-        cuts = tuple(Cut(plan.layouts.get(path, I), 0, plan.world_size) for plan, _ in solutions)
-        moved[path] = math.prod(local_shape(shape, cuts)) * optimizer.moved(value.dtype.itemsize)
-        owners = math.prod(cut.size for cut in cuts if cut.layout != I)
-        of_matrix = optimizer.flops(math.prod(shape[:-1]), shape[-1])
-        flops, largest = flops + of_matrix / owners, max(largest, of_matrix)
-        nbytes = math.prod(shape) * optimizer.sent(value.dtype.itemsize)
-        whole, sent = whole + nbytes, sent + nbytes * (owners - 1) / owners**2
-    seconds = sum(moved.values()) / min(machine.memory_bandwidth, machine.optimizer_bandwidth)
-    seconds += max(flops, largest) / machine.flops
-    return seconds + (machine.sends("all_to_all", whole, sent, ranks) if sent else 0.0)
+    optimizer, weights = OPTIMIZERS[name], _trained_weights(solutions)
+    moved = sum(math.prod(local_shape(w.shape, w.cuts)) * optimizer.moved(w.itemsize) for w in weights)
+    seconds = moved / min(machine.memory_bandwidth, machine.optimizer_bandwidth)
+    if not (optimizer.iterations and weights):
+        return seconds
+    # one of the ranks that a matrix is split over gets it, multiplies it, and deals it out
+    flops = [optimizer.flops(math.prod(w.shape[:-1]), w.shape[-1]) for w in weights]
+    busiest = max(*flops, sum(n / w.ranks for n, w in zip(flops, weights, strict=True)))
+    sizes = [math.prod(w.shape) * optimizer.sent(w.itemsize) for w in weights]
+    sent = sum(n * (w.ranks - 1) / w.ranks**2 for n, w in zip(sizes, weights, strict=True))
+    ranks = math.prod(plan.world_size for plan, _ in solutions)
+    sends = machine.sends("all_to_all", sum(sizes), sent, ranks) if sent else 0.0
+    return seconds + busiest / machine.flops + sends
 
 
 def _slices_bytes(solutions: Sequence[PlannedAxis]) -> float:

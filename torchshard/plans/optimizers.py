@@ -43,8 +43,8 @@ class Optimizer:
         return self.iterations * (4.0 * few**2 * many + 2.0 * few**3)
 
     def sent(self, itemsize: int) -> int:
-        """Returns the bytes per element that leave or reach their owner: parameter, gradient, states; and back."""
-        return (3 * itemsize + 2 * self.held(itemsize)) * bool(self.iterations)
+        """Returns the bytes per element that reach an owner (parameter, gradient, states) and back (no gradient)."""
+        return 3 * itemsize + 2 * self.held(itemsize)
 
     def _copies(self, itemsize: int) -> bool:
         return self.has_copy and itemsize < 4
