@@ -235,12 +235,9 @@ def wanted_states(
                 checkpoint,
                 "pass the optimizer that was saved",
             )
-        item = Item.of(own[name])
-        # optimizers keep steps on the CPU; fused and capturable ones move them when they load a state
-        parameter, sharding = own[name], item.sharding
-        if not stored.shape:
-            sharding = UNSHARDED
-        elif isinstance(parameter, ShardedParameter) and parameter.is_split:
+        parameter, sharding = own[name], UNSHARDED
+        if isinstance(parameter, ShardedParameter) and parameter.is_split and stored.shape:
             sharding = state_type(parameter, stored.shape).sharding
-        found[stored_name] = Wanted(stored, sharding, own[name].device if stored.shape else torch.device("cpu"))
+        # optimizers keep steps on the CPU; fused and capturable ones move them when they load a state
+        found[stored_name] = Wanted(stored, sharding, parameter.device if stored.shape else torch.device("cpu"))
     return found

@@ -48,7 +48,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
-from torchshard.runtime.optimizer_states import state_type
+from torchshard.runtime.optimizer_states import as_slice
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
@@ -217,18 +217,13 @@ class _Checked:
             owner, _, path = rest.partition("/")
             if (kind, owner) == ("optimizer", str(number)):
                 key, _, name = path.partition("/")
-                states.setdefault(name, {})[key] = _marked(value, own[name], self.wanted[stored_name].stored.shape)
+                parameter, whole = own[name], self.wanted[stored_name].stored.shape
+                is_slice = isinstance(parameter, ShardedParameter) and parameter.is_split and value.ndim > 0
+                states.setdefault(name, {})[key] = as_slice(value, parameter, whole) if is_slice else value
         by_number = {i: _nested(states[name]) for i, name in by_index.items() if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         for i, state in by_number.items():
             _keep_dtypes(optimizer.state[parameters[i]], state)
-
-
-def _marked(value: Tensor, parameter: Tensor, whole: Sequence[int]) -> Tensor:
-    """Returns a tensor of a parameter's state that knows its place, if it is a slice."""
-    if not (isinstance(parameter, ShardedParameter) and parameter.is_split and value.ndim):
-        return value
-    return LocalSlice.sharing(value, parameter, state_type(parameter, whole))
 
 
 def _nested(state: dict[str, object]) -> dict[str, object]:

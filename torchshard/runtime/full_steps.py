@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer
-from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import Place
@@ -38,8 +37,8 @@ from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.owners import Owned, collected, dealt
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizer_classes import Reach
-from torchshard.runtime.optimizer_states import state_type
-from torchshard.runtime.state_forms import Form, State, is_split
+from torchshard.runtime.optimizer_states import as_slice, state_type
+from torchshard.runtime.state_forms import Form, State, split_tensors
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.parameter import DATA, ShardedParameter
@@ -78,12 +77,7 @@ class _Entry:
     @property
     def type(self) -> SliceType:
         """The type of the slice."""
-        return SliceType(self.parameter.sharding, self.parameter.whole)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the state that ranks have slices of."""
-        return [leaf for leaf in pytree.tree_leaves(self.state) if is_split(leaf)]
+        return state_type(self.parameter, self.parameter.whole)
 
     def slice_of(self, state: Tensor) -> tuple[Tensor, SliceType]:
         """Returns this rank's slice of a tensor of the state, and its type; a full one may have been loaded."""
@@ -220,7 +214,7 @@ class FullStep:
         return between
 
     def _mean(self, loss: Any) -> Any:
-        """Returns the mean of the losses of the ranks that split the batch, as DistributedDataParallel's gradients."""
+        """Averages a loss over the ranks that split the batch, as DistributedDataParallel averages gradients."""
         batch = cast(BatchOwner | None, self._all[0].parameter.owner())
         group = None if batch is None else batch.batch_group
         if group is None or not (isinstance(loss, Tensor) and loss.numel() == 1):
@@ -242,7 +236,7 @@ class FullStep:
                     entry.state = states.get(entry.parameter)
             for entry in self._entries:
                 moved += [(entry, x, entry.type) for x in (entry.data, entry.grad) if x is not None]
-                moved += [] if entry.has_state else [(entry, *entry.slice_of(x)) for x in entry.tensors]
+                moved += [] if entry.has_state else [(entry, *entry.slice_of(x)) for x in split_tensors(entry.state)]
         full = iter(self._collected(moved))
         for entry in self._entries:
             self._fill(entry, full)
@@ -252,7 +246,7 @@ class FullStep:
         p, states, data = entry.parameter, self._optimizer.state, next(full)
         grad = next(full) if entry.grad is not None else None
         entry.is_full = data is not None
-        p.__class__ = nn.Parameter  # type: ignore[assignment]  # to the optimizer it is no slice
+        p.__class__ = nn.Parameter  # type: ignore[assignment]  # the optimizer's code sees an ordinary parameter
         p.grad = None
         if data is not None:
             p.data, p.grad = data, grad
@@ -280,14 +274,13 @@ class FullStep:
         for entry, form in zip(self._entries, forms, strict=True):
             if form is not None:
                 owned += [entry.owned(state_type(entry.parameter, x.whole), x.dtype) for x in form.sliced]
-                leaves = pytree.tree_leaves(self._optimizer.state[entry.parameter]) if entry.is_full else ()
-                tensors = [leaf for leaf in leaves if is_split(leaf)]
-                full += tensors or [None] * len(form.sliced)
+                state = self._optimizer.state[entry.parameter] if entry.is_full else None
+                full += [None] * len(form.sliced) if state is None else split_tensors(state)
         slices = iter(self._dealt(owned, full))
         self._to_slices()
         for entry, form in zip(self._entries, forms, strict=True):
-            types = [] if form is None else [state_type(entry.parameter, x.whole) for x in form.sliced]
-            marked = (LocalSlice.sharing(next(slices), entry.parameter, of) for of in types)
+            shapes = [] if form is None else [x.whole for x in form.sliced]
+            marked = (as_slice(next(slices), entry.parameter, whole) for whole in shapes)
             entry.state = None if form is None else form.filled(marked)
 
     def _deal_values(self, facts: Sequence[tuple[Gradient, Form | None]]) -> None:

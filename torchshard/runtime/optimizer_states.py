@@ -1,7 +1,7 @@
 """Marks the states of optimizers of slices, in memory and in state dicts, and checks the states that are loaded.
 
-Tensors of a slice's shape know their place in the full tensor, so the state of another rank or of an unsharded run
-raises an error.
+Slices know their place in the full tensor, so the state of another rank raises an error. Full tensors, of an unsharded
+run, are cut.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ def state_type(parameter: ShardedParameter, whole: Sequence[int]) -> SliceType:
     return SliceType(Sharding.of(*((axis, Shard(0)) for axis, _ in parameter.sharding)), tuple(whole))
 
 
+def as_slice(value: Tensor, parameter: ShardedParameter, whole: Sequence[int]) -> LocalSlice:
+    """Returns an alias of a tensor of a parameter's state, marked as this rank's slice of a tensor of shape `whole`."""
+    return LocalSlice.sharing(value, parameter, state_type(parameter, whole))
+
+
 def leaves_of(state: OptimizerState) -> dict[str, object]:
     """Returns the tensors and other leaves of a parameter's state, which may be in lists, by their path: 'Q.0'."""
     return {".".join(map(_key, path)): leaf for path, leaf in pytree.tree_flatten_with_path(dict(state))[0]}
@@ -160,10 +165,10 @@ def _mark_loaded(optimizer: Optimizer) -> None:
     for parameter, shapes in _LOADED.pop(optimizer, {}).items():
         state = optimizer.state.get(parameter, {})
         paths, (leaves, spec) = list(leaves_of(state)), pytree.tree_flatten(state)
-        for i, path in enumerate(paths):
-            if shapes.get(path, parameter.whole) != parameter.whole:
-                leaves[i] = LocalSlice.sharing(leaves[i], parameter, state_type(parameter, shapes[path]))
-        if shapes:
+        others = [(i, path) for i, path in enumerate(paths) if shapes.get(path, parameter.whole) != parameter.whole]
+        for i, path in others:
+            leaves[i] = as_slice(leaves[i], parameter, shapes[path])
+        if others:
             optimizer.state[parameter] = pytree.tree_unflatten(leaves, spec)
 
 
@@ -175,12 +180,12 @@ def _cut(value: object, parameter: ShardedParameter, is_full: bool) -> object:
     """
     if not isinstance(value, Tensor) or place_of(value) is not None or not value.ndim:
         return value
-    if tuple(value.shape) != parameter.whole:
-        if not (is_full and parameter.is_split):
-            return value
-        of = state_type(parameter, value.shape)
-        return LocalSlice.sharing(of.sharding.local(value, parameter.ranks.place).clone(), parameter, of)
-    own = parameter.sharding.local(value, parameter.ranks.place)
+    is_like_parameter = tuple(value.shape) == parameter.whole
+    if not (is_like_parameter or (is_full and parameter.is_split)):
+        return value
+    own = state_type(parameter, value.shape).sharding.local(value, parameter.ranks.place)
+    if not is_like_parameter:
+        return as_slice(own.clone(), parameter, value.shape)
     # fused steps run through memory in order: the strides must be the parameter's
     return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
 

@@ -23,6 +23,11 @@ def is_split(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
+def split_tensors(state: State | None) -> list[Tensor]:
+    """Returns the tensors of a state that ranks have slices of."""
+    return [leaf for leaf in pytree.tree_leaves(state) if is_split(leaf)]
+
+
 class Sliced(NamedTuple):
     """A leaf of a state that is a tensor in slices."""
 
