@@ -51,7 +51,7 @@ def register_optimizer(cls: type[Optimizer], reach: Reach) -> type[Optimizer]:
             every rank steps the full model.
 
     Returns:
-        the class, so that it also decorates one: `register_optimizer` with `functools.partial`.
+        the class: `functools.partial(ts.register_optimizer, reach="parameter")` is a decorator.
 
     Raises:
         InputError: `cls` is not an optimizer class, or `reach` is none of the three.
@@ -74,13 +74,9 @@ def register_optimizer(cls: type[Optimizer], reach: Reach) -> type[Optimizer]:
     return cls
 
 
-def class_of_step(optimizer: Optimizer) -> type:
-    """Returns the class that defines an optimizer's `step`: a subclass that changes only defaults inherits it."""
-    return next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
-
-
 def known_reach(optimizer: Optimizer) -> Reach | None:
-    """Returns the reach of an optimizer's class; None if it has to be found."""
-    of_step = class_of_step(optimizer)
-    declared = (cls for cls in type(optimizer).__mro__[: type(optimizer).__mro__.index(of_step) + 1] if cls in _REACH)
-    return next((_REACH[cls] for cls in declared), None)
+    """Returns the reach of an optimizer's class, or of the one that it inherits `step` from; None if it is unknown."""
+    for cls in type(optimizer).__mro__:
+        if cls in _REACH or "step" in vars(cls):
+            return _REACH.get(cls)
+    return None

@@ -41,15 +41,14 @@ Step = Callable[[Callable[[], Tensor]], object]
 """An optimizer's step, as a function of its closure."""
 _STEPS = 12
 """The steps of a trial: some optimizers read more than elements only after ten, which is a common default."""
-_MOST = {1: 1 << 16}
-"""Number of dims -> the largest size of one in a trial; for others `_MOST_OF_A_MATRIX`."""
-_MOST_OF_A_MATRIX = 160
+_LONGEST_VECTOR, _LARGEST_DIM = 1 << 16, 160
+"""The largest dim of a trial's parameters, of vectors and of all others."""
 _GRADIENTS = 3
-"""The number of different gradients: those of one sign throughout would hide a sum over signs."""
+"""The number of different gradients. With one, each would keep its sign, and an update by signs would never change."""
 _OF_A_KIND, _SHAPES = 2, 6
 """The parameters of a shape that take part, and the number of shapes, the smallest ones."""
 _LEAST_RATE = 1e-2
-"""The least learning rate: with a smaller one, nothing would show what a step reads."""
+"""The smallest learning rate of a trial. At the rate 0 of a warm-up, no parameter would change."""
 _OTHERS = (1e3, 1e-3)
 """The factors of the other gradients: clipping acts on large ones only."""
 _ELEMENTWISE = frozenset(
@@ -62,7 +61,8 @@ _ELEMENTWISE = frozenset(
 # `_c10d_functional`: the operators of functional collectives, which have no public namespace (PyTorch 2.13.0).
 _COLLECTIVES = ("c10d", "_c10d_functional")
 """The namespaces of collectives: an optimizer's own expect the full model on each rank, as under DDP."""
-_ACROSS = ("aten::_foreach_norm", "aten::_foreach_max")
+_ACROSS = tuple(f"aten::_foreach_{name}" for name in ("norm", "powsum", "max", "mm"))
+"""The ops on lists that read more than single elements."""
 
 
 class Ops(TorchDispatchMode):
@@ -202,8 +202,8 @@ def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _full_shape(p: Tensor) -> tuple[int, ...]:
     """The shape of a parameter in the trial: its full one, or less."""
-    whole = vars(p)["whole"] if "whole" in vars(p) else tuple(p.shape)
-    return tuple(min(size, _MOST.get(len(whole), _MOST_OF_A_MATRIX)) for size in whole)
+    whole = p.whole if isinstance(p, ShardedParameter) else tuple(p.shape)
+    return tuple(min(size, _LONGEST_VECTOR if len(whole) == 1 else _LARGEST_DIM) for size in whole)
 
 
 class _Ended(NamedTuple):

@@ -1,9 +1,9 @@
-"""Observes the steps of optimizers of sharded models, and refuses optimizers that would step slices wrongly.
+"""Observes the steps of optimizers of sharded models, and makes them equal steps of the unsharded model.
 
 At each step of an optimizer with parameters of a sharded model, the model counts the step and notes
-the optimizer's settings; the ranks compare both at the model's next call. Before an optimizer's
-first step, two checks run: steps on slices must equal slices of the full step, and the optimizer's
-state must belong to the slices that it steps.
+the optimizer's settings; the ranks compare both at the model's next call. A step that reads more than
+single elements runs on full parameters (`full_steps`). Before an optimizer's first step, its state must
+belong to the slices that it steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _StepObserver:
         if not self._has_hooks:
             support_foreach()
             register_optimizer_step_pre_hook(self._before_step)
-            _wrap_steps()
+            _wrap_pytorchs()
             self._has_hooks = True
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -137,8 +137,8 @@ def observe_steps(model: StepCounter, source: nn.Module) -> None:
     _OBSERVER.observe(model, source)
 
 
-def _wrap_steps() -> None:
-    """Makes PyTorch's own optimizers step slices unwatched.
+def _wrap_pytorchs() -> None:
+    """Wraps the steps of PyTorch's own optimizers.
 
     Hooks can't do this: the user's hooks and closure run between them, and no hook runs after a
     step that raises. So the classes' own functions are wrapped, inside PyTorch's hooks. A class
@@ -150,11 +150,11 @@ def _wrap_steps() -> None:
 
 
 _STEPS = ("step", "first_step", "second_step")
-"""The methods that update parameters: the last two are those of SAM, whose users call them instead of `step`."""
+"""The methods that update parameters; users of SAM call the last two instead of `step`."""
 
 
 def wrap_steps(optimizer: Optimizer) -> None:
-    """Makes the steps of an optimizer's class be of slices."""
+    """Wraps the steps of an optimizer's class and its bases."""
     for name in _STEPS:
         for cls in type(optimizer).__mro__:
             if isinstance(vars(cls).get(name), FunctionType) and issubclass(cls, Optimizer) and cls is not Optimizer:
@@ -187,7 +187,7 @@ def _step_of_slices(step: Callable[..., object]) -> Callable[..., object]:
             return step(optimizer, *args, **kwargs)
         reaches, is_found = _reaches(optimizer)
         if any(reach != "element" for reach in reaches):
-            return _FULL(FullStep(optimizer, reaches).run)(step, args, kwargs)
+            return torch.compiler.disable(FullStep(optimizer, reaches).run)(step, args, kwargs)
         is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
         if not (is_pytorchs or is_found) or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
@@ -215,7 +215,6 @@ def _refuse_op(optimizer: Optimizer, op: str) -> NoReturn:
     )
 
 
-_FULL = torch.compiler.disable
 _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Reach]]] = weakref.WeakKeyDictionary()
 """An optimizer of an unknown class -> the number of its parameters, and the reaches found for its groups."""
 
