@@ -1,9 +1,9 @@
 """Finds out how far the step of an unknown optimizer reads, by steps of small random parameters.
 
 A step is of single elements if all of its ops are elementwise, and steps of slices are slices of full
-steps. Some steps run again with other gradients, or none, for half of the parameters: if a parameter of
-the other half, its state, or a setting ends differently, or a step draws random numbers or has
-collectives of its own, it is of the whole model.
+steps. Some steps run again with another loss, and with other gradients, or none, for half of the
+parameters: if a parameter of the other half, its state, or a setting ends differently, or a step draws
+random numbers or has collectives of its own, it is of the whole model.
 
 The steps are the optimizer's own, with its own settings, on parameters that have random values
 meanwhile. All else is put back afterwards. An op may come later than the trial's last step, so later
@@ -171,8 +171,10 @@ def _found_reach(optimizer: Optimizer, step: Step, begun: Callable[[], int]) -> 
 
 
 def _reads_others(trial: _Trial, step: Step, chosen: Sequence[Tensor]) -> bool:
-    """Returns whether a parameter ends differently if others have different gradients, or none."""
+    """Returns whether a parameter ends differently if others have different gradients, or none, or the loss differs."""
     usual = trial.run(step, dict.fromkeys(chosen))
+    if not _equal(usual, trial.run(step, dict.fromkeys(chosen), loss=2.0)):
+        return True
     for bit, half in itertools.product(range(max((len(chosen) - 1).bit_length(), 1)), (0, 1)):
         kept = [i for i in range(len(chosen)) if (i >> bit) & 1 == half]  # each two are in different halves once
         if len(kept) == len(chosen):
@@ -278,13 +280,18 @@ class _Trial:
         return True
 
     def run(
-        self, step: Step, factors: Mapping[Tensor, float | None], part: Callable[[Tensor], Tensor] = torch.clone
+        self,
+        step: Step,
+        factors: Mapping[Tensor, float | None],
+        part: Callable[[Tensor], Tensor] = torch.clone,
+        loss: float = 1.0,
     ) -> _Ended:
         """Makes some steps.
 
         Args:
             factors: a parameter -> the factor of its other gradient, or None for its gradient; the rest have none.
             part: returns a copy of a parameter, or of a slice of it.
+            loss: the loss of the closure.
         """
         for p in self._all:
             p.grad = None
@@ -298,7 +305,7 @@ class _Trial:
                 gradient, other = gradients[p]
                 # of a parabola: SAM takes gradients at other parameters than it updates
                 p.grad = part(gradient if factor is None else other * factor) + p.data
-            return torch.zeros((), device="cpu")
+            return torch.tensor(loss, device="cpu")
 
         with _on_copies(self._optimizer, self._all), torch.random.fork_rng(self._devices), _python_draws_kept():
             before = _python_draws()
