@@ -11,7 +11,7 @@ those tensors one at a time, and a warning lists them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,13 +27,13 @@ from torchshard.core.hashing import hash_text
 from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
-from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
+from torchshard.weights.boxes import overlaps, place_of, whole_box
 from torchshard.weights.lazy import LazyTensor
 from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
 from torchshard.weights.recording import file_tensor
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
-from torchshard.weights.stored_tensors import StoredTensor
+from torchshard.weights.stored_tensors import ModelTensor
 from torchshard.weights.tape import Tape
 
 
@@ -74,32 +74,6 @@ def save_pretrained(
     ranks.run_on_all(job.check_seen, InputError, "the ranks do not see one folder")
     ranks.run_on_all(job.write, InputError, what)
     ranks.run_on_all(lambda: job.complete(ranks), InputError, what)
-
-
-@dataclass(frozen=True)
-class ModelTensor(StoredTensor):
-    """A parameter or buffer of a sharded model, recorded on a tape like a file's tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    whole: Callable[[], Tensor]
-    """Gathers the tensor; all ranks must call it."""
-
-    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
-        """Raises: each rank writes its own parts without reading."""
-        raise NotImplementedError
-
-    def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """Returns 0, because no data is read."""
-        return 0
-
-    def sample(self) -> bytes:
-        """Returns no bytes, because no data is read."""
-        return b""
-
-    def __call__(self) -> Tensor:
-        return self.whole()
 
 
 @dataclass(frozen=True)

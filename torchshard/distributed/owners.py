@@ -11,7 +11,6 @@ have a copy, so each replica has an owner.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
@@ -25,10 +24,8 @@ from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.convert import begun
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import Exchange
+from torchshard.distributed.packing import Type, nbytes, packed, unpacked
 from torchshard.distributed.ranks import Ranks
-
-Type = tuple[tuple[int, ...], torch.dtype]
-"""A tensor's shape and dtype."""
 
 
 class Owned(NamedTuple):
@@ -81,7 +78,7 @@ def collected(ranks: Ranks, owned: Sequence[Owned], slices: Sequence[Tensor]) ->
         sent = [[cast(Tensor, held[i]) for i in numbers] for numbers in of_owner]
         types = [[owned[i].part(ranks.place, stage, rank) for i in own] for rank in range(group.size)]
         moved, device = sum(map(len, of_owner)), slices[0].device
-        received = _exchanged(group, sent, types, device, f"{moved} tensors to their owners")
+        received = exchanged(group, sent, types, device, f"{moved} tensors to their owners")
         for numbers in of_owner:
             for i in numbers:
                 held[i] = None
@@ -106,46 +103,39 @@ def dealt(ranks: Ranks, owned: Sequence[Owned], full: Sequence[Tensor | None], d
         ]  # fmt: skip
         types = [[owned[i].part(ranks.place, stage, group.rank) for i in numbers] for numbers in of_owner]
         moved = sum(map(len, of_owner))
-        received = _exchanged(group, sent, types, device, f"{moved} tensors from their owners")
+        received = exchanged(group, sent, types, device, f"{moved} tensors from their owners")
         for rank, (numbers, parts) in enumerate(zip(of_owner, received, strict=True)):
             for i, part in zip(numbers, parts, strict=True):
                 held[i] = part.clone() if rank == group.rank else part  # a view would keep the full tensor alive
     return cast(list[Tensor], held)
 
 
-def _exchanged(
-    group: Group, sent: Sequence[Sequence[Tensor]], types: Sequence[Sequence[Type]], device: torch.device, what: str
+def exchanged(
+    group: Group,
+    sent: Sequence[Sequence[Tensor]],
+    types: Sequence[Sequence[Type]],
+    device: torch.device,
+    what: str,
+    *,
+    is_eager: bool = False,
 ) -> list[list[Tensor]]:
     """Returns the tensors from each rank of a group; its own are those in `sent`.
 
     Args:
         sent: the tensors for each rank.
         types: the types of the tensors from each rank.
+        is_eager: whether this is an unverified user call.
     """
-    verify_following_call(group, lambda: what)
+    verify_following_call(group, lambda: what, eager=device if is_eager else None)
     if group.size == 1:
         return [list(sent[0])]
     others = [tensors if rank != group.rank else () for rank, tensors in enumerate(sent)]
-    lengths = [
-        [math.prod(shape) * dtype.itemsize for shape, dtype in of_rank] if rank != group.rank else []
-        for rank, of_rank in enumerate(types)
-    ]
-    flat = [x.contiguous().flatten().view(torch.uint8) for tensors in others for x in tensors]
-    data = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-    go, come = [sum(x.nbytes for x in tensors) for tensors in others], [sum(of_rank) for of_rank in lengths]
+    go = [sum(x.nbytes for x in tensors) for tensors in others]
+    come = [sum(map(nbytes, each)) if rank != group.rank else 0 for rank, each in enumerate(types)]
+    data = packed([x for tensors in others for x in tensors], device)
     exchange = Exchange("all_to_all_single", data, lambda received: received, (come, go))
     received = begun(exchange, group).wait().split(come)
-    found = []
-    for rank, (part, of_rank, each) in enumerate(zip(received, lengths, types, strict=True)):
-        if rank == group.rank:
-            found.append(list(sent[rank]))
-            continue
-        pieces = zip(part.split(of_rank), each, strict=True)
-        found.append([_as(piece, dtype).view(shape) for piece, (shape, dtype) in pieces])
-    return found
-
-
-def _as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Views bytes as a dtype; a copy if they begin in the middle of an element, after one of another dtype."""
-    aligned = data.storage_offset() % dtype.itemsize == 0
-    return (data if aligned else data.clone()).view(dtype)
+    return [
+        list(sent[rank]) if rank == group.rank else unpacked(part, each)
+        for rank, (part, each) in enumerate(zip(received, types, strict=True))
+    ]

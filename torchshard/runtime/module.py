@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -30,7 +30,7 @@ from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.objective import Aim
 from torchshard.plans.plan import Plan
-from torchshard.runtime import state_dicts
+from torchshard.runtime import state_dicts, streaming
 from torchshard.runtime.agreement import Agreement
 from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled
@@ -45,7 +45,7 @@ from torchshard.runtime.store import WeightStore
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.runtime.submodule_classes import class_of_model
 from torchshard.weights.folder import Weights
-from torchshard.weights.over_ranks import check_other_group
+from torchshard.weights.over_ranks import check_wrapper
 
 
 class ShardedModule(ShardedSubmodule, Notebook):
@@ -176,9 +176,8 @@ class ShardedModule(ShardedSubmodule, Notebook):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns this rank's slices under the unsharded names; each slice knows its place in the full tensor.
 
-        `torch.distributed.checkpoint` saves and loads them as parts of full tensors, with any
-        number of ranks. For its `get_state_dict` with `full_state_dict=True` this returns full
-        tensors, in a collective call.
+        `torch.distributed.checkpoint` saves and loads them as parts of full tensors, with any number of ranks. For its
+        `get_state_dict` with `full_state_dict=True` this returns full tensors, in a collective call.
         """
         state_dicts.refuse_method(sys._getframe(1))
         state = nn.Module.state_dict(self, *args, **kwargs)
@@ -187,15 +186,47 @@ class ShardedModule(ShardedSubmodule, Notebook):
         return state_dicts.with_places(state, self._ts_store, kwargs.get("prefix", ""))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Gathers the unsharded model's state dict on every rank: a collective call.
-
-        First the ranks compare their histories and their replicated parameters.
+        """Gathers the unsharded model's state dict on every rank, after `verify_state`: a collective call.
 
         Raises:
             DistributedError: the ranks have drifted apart.
         """
         self.verify_state()
         return state_dicts.full_state(self, self._ts_store)
+
+    def named_full_parameters(
+        self, *, bucket: int | str = "64MiB", dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, full parameter) on every rank, after `verify_state`: a collective call.
+
+        All ranks must iterate to the end.
+
+        Args:
+            bucket: the memory for full tensors, in bytes or with a unit. A tensor that the caller keeps, and one
+                larger than half of it, has memory of its own.
+            dtype: of the floating-point tensors that are sent and yielded; None for their own.
+
+        Raises:
+            DistributedError: the ranks have drifted apart, or make different calls.
+        """
+        self.verify_state()
+        return streaming.full_parameters(self, self._ts_store, bucket, dtype)
+
+    def named_slices(self, make: streaming.Make, *, bucket: int | str = "64MiB") -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) as `make` cuts them out of full parameters, after `verify_state`: a collective call.
+
+        Ranks send only requested elements. All must iterate to the end; each may have its own `make`.
+
+        Args:
+            make: receives the full parameters by name, without values, and returns tensors by name.
+            bucket: as in `named_full_parameters`.
+
+        Raises:
+            InputError: `make` fails on a rank, or computes values.
+            DistributedError: the ranks have drifted apart, or make different calls.
+        """
+        self.verify_state()
+        return streaming.parameter_slices(self, self._ts_store, make, bucket)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads this rank's slices of an unsharded state dict: a collective call.
@@ -287,18 +318,11 @@ class ShardedModule(ShardedSubmodule, Notebook):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """Checks the process group of a `DistributedDataParallel` that wraps this model: it reads this attribute.
-
-        DDP offers no other hook before it broadcasts rank 0's slices to all ranks. It does not pass
-        itself, so its caller's frame is read.
-        """
-        wrapper = sys._getframe(1).f_locals.get("self")
-        if wrapper is None or type(wrapper).__name__ != "DistributedDataParallel":
-            return []
+        """Checks the process group of a `DistributedDataParallel` that wraps this model: it reads this attribute."""
         ranks, of_batch = self._ts_store.ranks, self._ts_store.shardings.of_batch
         split = [axis for axis, of in of_batch.items() if any(isinstance(each, Shard) for each in of.values())]
         groups = [ranks.group, *(ranks.groups[axis] for axis in split)]
-        check_other_group(getattr(wrapper, "process_group", None), groups, type(wrapper).__name__)
+        check_wrapper(sys._getframe(1), groups)
         return []
 
     # --- for optimizers and slices -----------------------------------------------------------------------------------

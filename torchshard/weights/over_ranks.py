@@ -185,6 +185,17 @@ def check_averaging(parameter: Slice, frame: FrameType | None) -> None:
     check_other_group(group, parameter.ranks.groups_of(parameter.sharding), f"{AVERAGING}.average_parameters")
 
 
+def check_wrapper(caller: FrameType, groups: Iterable[Group]) -> None:
+    """Checks the process group of a `DistributedDataParallel`, if it is the caller.
+
+    DDP offers no other hook before it broadcasts rank 0's slices to all ranks. It does not pass itself, so its frame is
+    read.
+    """
+    wrapper = caller.f_locals.get("self")
+    if type(wrapper).__name__ == "DistributedDataParallel":
+        check_other_group(getattr(wrapper, "process_group", None), groups, "DistributedDataParallel")
+
+
 def check_other_group(process_group: dist.ProcessGroup | None, groups: Iterable[Group], who: str) -> None:
     """Checks that a process group joins copies of a model: it has at most one rank of each copy.
 

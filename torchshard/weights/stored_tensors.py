@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -78,6 +78,32 @@ class StoredTensor(ABC):
         into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(whole_box(self.shape), into)
         return into
+
+
+@dataclass(frozen=True)
+class ModelTensor(StoredTensor):
+    """A parameter or buffer of a sharded model, recorded on a tape like a file's tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: Callable[[], Tensor]
+    """Gathers the tensor; all ranks must call it."""
+
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
+        """Raises: it is in no file, and no rank has all of it."""
+        raise NotImplementedError
+
+    def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """Returns 0, because no data is read."""
+        return 0
+
+    def sample(self) -> bytes:
+        """Returns no bytes, because no data is read."""
+        return b""
+
+    def __call__(self) -> Tensor:
+        return self.whole()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Read the modules bottom-up: `segment` (memory that one process writes and others
 
 from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup
 from torchshard.distributed.memory.board import Call, Different, Stopped, call_of
-from torchshard.distributed.memory.exchanges import start
+from torchshard.distributed.memory.exchanges import share, start
 from torchshard.distributed.memory.groups import reach, register
 from torchshard.distributed.memory.reductions import ReduceKind, op_text
 from torchshard.distributed.memory.segment import Unreachable
@@ -17,5 +17,5 @@ register()
 
 __all__ = [
     "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Numbers", "ReduceKind", "Stopped", "Unreachable",
-    "call_of", "op_text", "reach", "start",
+    "call_of", "op_text", "reach", "share", "start",
 ]  # fmt: skip

@@ -114,6 +114,35 @@ def all_gather(calls: Calls, outputs: Sequence[Sequence[Tensor]], inputs: Sequen
     return Exchange(calls, _call("all_gather", inputs), inputs, finish)
 
 
+def share(
+    calls: Calls,
+    what: str,
+    sent: Sequence[Tensor],
+    types: Sequence[Sequence[tuple[Sequence[int], torch.dtype]]],
+    take: Callable[[int, int, Tensor], None],
+) -> Exchange:
+    """Shows this rank's tensors to all ranks.
+
+    Args:
+        what: a description of the call.
+        types: for each rank, the shapes and dtypes of its tensors.
+        take: is called with each rank, number of a tensor, and tensor, which is valid during the call.
+    """
+    own = [(tuple(shape), dtype) for shape, dtype in types[calls.board.rank]]
+    if own != [(tuple(x.shape), x.dtype) for x in sent]:
+        raise Refused(f"{what}: the tensors are not of the types {own}")
+
+    def finish(posts: list[Post]) -> None:
+        for rank, post in enumerate(posts):
+            at = 0
+            for number, (shape, dtype) in enumerate(types[rank]):
+                part = calls.board.data(post, dtype, torch.Size(shape), at)
+                take(rank, number, part)
+                at += aligned(part.nbytes)
+
+    return begun(calls, lambda: Exchange(calls, call_of(what), sent, finish))
+
+
 def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Exchange:
     """Copies the tensors of all ranks on one rank; the others have no outputs."""
     if calls.board.rank == root:

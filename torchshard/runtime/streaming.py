@@ -1,0 +1,247 @@
+"""Streams the full parameters of a sharded model, a bucket at a time: to refit an engine, or to write a file.
+
+bucket    consecutive parameters whose full sizes together fit into half of a number of bytes
+memory    of two buckets, which take turns: the caller still refers to the last tensor of one
+          while the next is filled
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, NoReturn, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchshard.core.errors import InputError
+from torchshard.core.units import read_size
+from torchshard.distributed.buckets import Sliced, consecutive, gather_into
+from torchshard.distributed.consistency import gather_bytes
+from torchshard.distributed.packing import Type, nbytes, unpacked
+from torchshard.distributed.ranks import Ranks
+from torchshard.runtime.store import WeightStore
+from torchshard.weights.boxes import place_of, whole_box
+from torchshard.weights.lazy import LazyTensor
+from torchshard.weights.local_slice import unwatched
+from torchshard.weights.parameter import DATA, ShardedParameter
+from torchshard.weights.parts import Parts, Read, Wanted
+from torchshard.weights.recording import file_tensor
+from torchshard.weights.reslicing import Request, reslice
+from torchshard.weights.stored_tensors import ModelTensor
+from torchshard.weights.tape import Tape
+
+Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Cuts tensors out of full parameters, which it receives by name."""
+
+_ALIGNED = 64
+"""The multiple of bytes at which tensors begin."""
+
+
+class Memory:
+    """Memory for one bucket after the other, used again if nothing else refers to it.
+
+    PyTorch's CPU allocator returns large memory to the system, which takes longer to provide it
+    again than a copy into it takes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts without memory."""
+        self._device, self._array, self._idle = device, np.empty(0, np.uint8), 0
+        self._idle = sys.getrefcount(self._array)
+
+    def take(self, types: Sequence[Type]) -> list[Tensor]:
+        """Returns tensors of some types, with any values."""
+        places, at = list[int](), 0
+        for each in types:
+            places.append(at)
+            at += -(-nbytes(each) // _ALIGNED) * _ALIGNED
+        data = self._bytes(at)
+        return [unpacked(data[place:], [each])[0] for place, each in zip(places, types, strict=True)]
+
+    def _bytes(self, size: int) -> Tensor:
+        if self._device.type != "cpu":
+            return torch.empty(size, dtype=torch.uint8, device=self._device)  # its allocator keeps memory
+        if len(self._array) < size or sys.getrefcount(self._array) != self._idle:
+            self._array = np.empty(size, np.uint8)
+        return torch.from_numpy(self._array)
+
+
+def full_parameters(
+    model: nn.Module, store: WeightStore, bucket: int | str, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, full tensor) of a sharded model's parameters; all ranks iterate together.
+
+    Args:
+        bucket: the memory for two buckets, in bytes or with a unit.
+        dtype: of the results, if they are floating-point; None for the parameters' own.
+
+    Raises:
+        InputError: `bucket` is not a size.
+    """
+    parameters = _parameters(model, store)
+    names, of = list(parameters), list(parameters.values())
+
+    def fill(turn: int, numbers: range, full: Sequence[Tensor]) -> None:
+        slices = [_slice(of[i], dtype) for i in numbers]
+        gather_into(store.ranks, slices, full, f"full parameters {names[numbers[0]]!r} to {names[numbers[-1]]!r}")
+
+    return _streamed(names, [(p.whole, _dtype(p, dtype)) for p in of], bucket, fill, _device(of))
+
+
+def parameter_slices(
+    model: nn.Module, store: WeightStore, make: Make, bucket: int | str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) as `make` cuts them out of full parameters; all ranks iterate together.
+
+    Raises:
+        InputError: a rank's `make` raises, or computes values; or `bucket` is not a size.
+    """
+    parameters, ranks = _parameters(model, store, tied=True), store.ranks
+    made = ranks.run_on_all(lambda: _Made.by(make, parameters), InputError, "the ranks can't cut parameters together")
+    own = [
+        [request for request, _ in made.requests(numbers, made.places(numbers))]
+        for numbers in _buckets(made.types, bucket)
+    ]
+    requests = _of_all(ranks, own)
+
+    def fill(turn: int, numbers: range, given: Sequence[Tensor]) -> None:
+        of_turn = [of_rank[turn] if turn < len(of_rank) else [] for of_rank in requests]
+        into = [x for _, x in made.requests(numbers, given)]
+        slices = {name: _slice(p, None) for name, p in parameters.items()}
+        reslice(ranks, slices, of_turn, into, f"slices of parameters, bucket {turn}")
+
+    count = max(map(len, requests))
+    return _streamed(made.names, made.types, bucket, fill, _device(list(parameters.values())), count)
+
+
+def _parameters(model: nn.Module, store: WeightStore, *, tied: bool = False) -> dict[str, ShardedParameter]:
+    """Returns a model's parameters by name.
+
+    Args:
+        tied: whether a tied parameter has all of its names, or the first only.
+    """
+    store.follow()
+    return cast(dict[str, ShardedParameter], dict(model.named_parameters(remove_duplicate=not tied)))
+
+
+def _buckets(types: Sequence[Type], bucket: int | str) -> list[range]:
+    limit = read_size(bucket, "bucket")
+    assert limit is not None
+    return list(consecutive([nbytes(each) for each in types], limit / 2))
+
+
+def _streamed(
+    names: Sequence[str],
+    types: Sequence[Type],
+    bucket: int | str,
+    fill: Callable[[int, range, Sequence[Tensor]], None],
+    device: torch.device,
+    count: int = 0,
+) -> Iterator[tuple[str, Tensor]]:
+    """Returns an iterator over tensors, which are filled a bucket at a time.
+
+    Args:
+        fill: a collective call with the number of the bucket, the numbers of its tensors, and their memory.
+        count: the smallest number of buckets; the last ones may be empty.
+    """
+    own = _buckets(types, bucket)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        memory = Memory(device), Memory(device)
+        for turn in range(max(len(own), count)):
+            numbers = own[turn] if turn < len(own) else range(0)
+            tensors = memory[turn % 2].take([types[i] for i in numbers])
+            with torch.no_grad(), unwatched():
+                fill(turn, numbers, tensors)
+            for i in numbers:
+                yield names[i], tensors.pop(0)
+
+    return stream()
+
+
+def _slice(p: ShardedParameter, dtype: torch.dtype | None) -> Sliced:
+    return Sliced(DATA(p).to(_dtype(p, dtype)), p.sharding, p.whole)
+
+
+def _dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and p.is_floating_point() else p.dtype
+
+
+def _device(parameters: Sequence[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _of_all(ranks: Ranks, own: list[list[Request]]) -> list[list[list[Request]]]:
+    """Returns all ranks' requests, by rank and bucket."""
+    what = "the requests for slices of parameters"
+    of_group = gather_bytes(ranks.group, what, lambda: json.dumps(own).encode())
+    of_all = gather_bytes(ranks.replicas, what, lambda: json.dumps([json.loads(each) for each in of_group]).encode())
+    decoded = [of_rank for each in of_all for of_rank in json.loads(each)]
+    return [
+        [
+            [Request(name, tuple((start, stop) for start, stop in box)) for name, box in of_bucket]
+            for of_bucket in of_rank
+        ]
+        for of_rank in decoded
+    ]
+
+
+class _Made(NamedTuple):
+    """The tensors that a rank requests, as functions of the full parameters."""
+
+    names: list[str]
+    tensors: list[LazyTensor]
+    parts: Parts
+
+    @classmethod
+    def by(cls, make: Make, parameters: Mapping[str, ShardedParameter]) -> _Made:
+        """Runs `make` on tensors without memory.
+
+        Raises:
+            InputError: it returns something else than tensors cut out of parameters.
+        """
+        tape = Tape()
+        full = {
+            name: file_tensor(tape, ModelTensor(name, p.dtype, p.whole, partial(_refuse, name)))
+            for name, p in parameters.items()
+        }
+        made = dict(make(full))
+        found = _Made(list(made), cast(list[LazyTensor], list(made.values())), Parts(tape))
+        for name, x in made.items():
+            if not isinstance(x, LazyTensor) or x.tape is not tape or found.reads(x, place_of(x.shape)) is None:
+                _refuse(name)
+        return found
+
+    @property
+    def types(self) -> list[Type]:
+        """The types of the tensors."""
+        return [(tuple(x.shape), x.dtype) for x in self.tensors]
+
+    def places(self, numbers: range) -> list[Tensor]:
+        """Returns memory for some of the tensors on the meta device."""
+        return [place_of(self.tensors[i].shape) for i in numbers]
+
+    def reads(self, x: LazyTensor, into: Tensor) -> list[Read] | None:
+        """Returns the boxes that make up a tensor; None if it has to be computed."""
+        reads = self.parts.reads(Wanted(x.slot, whole_box(x.shape), into))
+        return None if reads is None or any(len(read.dtypes) > 1 for read in reads) else reads
+
+    def requests(self, numbers: range, into: Sequence[Tensor]) -> list[tuple[Request, Tensor]]:
+        """Returns the requests for some of the tensors, with the memory for each."""
+        reads = [read for i, x in zip(numbers, into, strict=True) for read in self.reads(self.tensors[i], x) or ()]
+        return [(Request(read.tensor.name, read.box), read.into) for read in reads]
+
+
+def _refuse(name: str) -> NoReturn:
+    raise InputError(
+        f"{name!r} is not cut out of full parameters",
+        where="named_slices(make)",
+        why="ranks send elements of their slices, so make may cut, join, reorder and cast full parameters, once, but "
+        "not compute with them or read their values",
+        attempt="narrow, chunk, split, cat, stack, permute and to(dtype) in make, and the rest on what it yields; or "
+        "named_full_parameters()",
+    )
