@@ -122,6 +122,19 @@ def test_a_part_of_an_op_is_that_part_of_its_result(kind: str, tmp_path: Path) -
         assert read == into.numel() * 4 and torch.equal(into, _cut(expected, box)), box
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_tensor_with_constants_is_computed(join: Any, is_first: bool, tmp_path: Path) -> None:
+    save_file({"a": torch.randn(4, 6)}, tmp_path / "model.safetensors")
+    tape = Tape()
+    (a,) = (file_tensor(tape, file) for _, file in tensors_of(tmp_path).items())
+    constant = torch.ones(4, 6)
+    made = join([constant, a] if is_first else [a, constant])
+    box = tuple((0, n) for n in made.shape)
+    assert Parts(tape).reads(Wanted(made.slot, box, torch.empty(made.shape))) is None
+    assert torch.equal(made.value(), join([constant, a.value()] if is_first else [a.value(), constant]))
+
+
 def test_every_reader_is_tried(tmp_path: Path) -> None:
     save_file({"a": torch.randn(4, 6), "b": torch.randn(4, 6)}, tmp_path / "model.safetensors")
     tape = Tape()

@@ -4,6 +4,7 @@ from torchshard import distributed, nn
 from torchshard.api import from_pretrained, meshes, plan, shard
 from torchshard.checking.check import check
 from torchshard.checking.report import Report
+from torchshard.checkpoints.engines import engine_slices
 from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
 from torchshard.checkpoints.saving import Saving, save
@@ -38,7 +39,7 @@ from torchshard.weights.recording import lazy
 __all__ = [
     "CaptureError", "DecodeStep", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES",
     "Machine", "Objective", "P", "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError",
-    "ShardedModule", "SliceWarning", "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain",
-    "from_pretrained", "lazy", "load", "measure_machine", "meshes", "network_of", "nn", "plan", "register_optimizer",
-    "rule", "save", "save_pretrained", "shard", "what_if",
+    "ShardedModule", "SliceWarning", "check", "clip_grad_norm_", "diff", "distributed", "draw", "engine_slices",
+    "explain", "from_pretrained", "lazy", "load", "measure_machine", "meshes", "network_of", "nn", "plan",
+    "register_optimizer", "rule", "save", "save_pretrained", "shard", "what_if",
 ]  # fmt: skip

@@ -32,5 +32,7 @@ def unpacked(data: Tensor, types: Sequence[Type]) -> list[Tensor]:
         piece = data.narrow(0, at, nbytes((shape, dtype)))
         at += piece.nbytes
         aligned = piece.storage_offset() % dtype.itemsize == 0
-        found.append((piece if aligned else piece.clone()).view(dtype).view(shape))
+        bytes_ = piece if aligned else piece.clone()
+        # PyTorch views no empty array of NumPy as another dtype: its stride is 0 (2.13.0)
+        found.append(bytes_.view(dtype).view(shape) if len(bytes_) else data.new_empty(shape, dtype=dtype))
     return found

@@ -10,8 +10,9 @@ be computed in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -203,10 +204,17 @@ def _permute(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.permute(back))]
 
 
+def _are_recorded(entry: Entry) -> bool:
+    """Returns whether all tensors of a list are on the tape; others are constants."""
+    return all(isinstance(x, Slot) for x in cast(Sequence[object], _arguments(entry)["tensors"]))
+
+
 def _cat(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     dim = _arguments(entry)["dim"] % len(wanted.box)
     (start, stop), at, found = wanted.box[dim], 0, list[Wanted]()
     dtype = tape.examples[wanted.slot].dtype
+    if not _are_recorded(entry):
+        return None
     for slot in entry.operands:
         example = tape.examples[slot]
         if example.ndim != len(wanted.box) or example.dtype != dtype:
@@ -221,7 +229,8 @@ def _cat(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 
 def _stack(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     dim = _arguments(entry)["dim"] % len(wanted.box)
-    if any(tape.examples[slot].dtype != tape.examples[wanted.slot].dtype for slot in entry.operands):
+    dtypes = {tape.examples[slot].dtype for slot in (*entry.operands, wanted.slot)}
+    if len(dtypes) > 1 or not _are_recorded(entry):
         return None
     start, stop = wanted.box[dim]
     box = (*wanted.box[:dim], *wanted.box[dim + 1 :])
