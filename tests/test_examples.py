@@ -71,6 +71,24 @@ def test_train_gpt_under_torchrun() -> None:
     check_gpt(_run("train_gpt.py", "--steps", "3", launcher=TORCHRUN))
 
 
+def check_grpo(printed: str, steps: int) -> None:
+    """Checks that both models of grpo.py had equal losses and rewards."""
+    found = re.findall(r"^step +(\d+) +reward ([\d.]+) +loss (\S+) +unsharded (\S+)$", printed, re.MULTILINE)
+    assert [step for step, *_ in found] == ["0", str(steps - 1)]
+    assert all(loss == expected for _, _, loss, expected in found)
+    (worst,) = re.findall(r"largest difference of a loss or a reward: (\S+)", printed)
+    assert float(worst) < 1e-10
+
+
+def test_grpo() -> None:
+    check_grpo(_run_on_forked_ranks("grpo.py", "--steps", "4", ranks=2), 4)
+
+
+@pytest.mark.nightly
+def test_grpo_alone() -> None:
+    check_grpo(_run("grpo.py", "--steps", "4"), 4)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("run", [_run, _run_on_forked_ranks], ids=["alone", "launched"])
 def test_minilm(run: Callable[[str], str]) -> None:
