@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from torchshard.testing import predicted_memory
+from tests.helpers import allocated
+from torchshard.testing import predicted_memory, run_ranks
 
 NAMES = ["sgd", "sgd-momentum", "adamw-8bit", "adamw-plain", "adamw"]
 NUMBERS = 8 * 16 + 16 + 16 * 8 + 8
@@ -99,3 +101,28 @@ def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(ts.InputError, match="'adam' is no optimizer") as caught:
         _plan(optimizer="adam")
     assert "'adamw' or 'adamw-plain'" in str(caught.value)
+
+
+def _in_turns(rank: int, count: int) -> tuple[float, float]:
+    """The memory of a step of Adafactor, in bytes, and the largest difference from the unsharded model's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=number == 0) for number in range(count)])
+    x = torch.randn(2, 2048)
+    sharded = ts.shard(copy.deepcopy(model), {str(i): ("column", "row")[i % 2] for i in range(count)}, (x,))
+    steps = {}
+    for each in (model, sharded):
+        optimizer = torch.optim.Adafactor(each.parameters(), 1e-2)
+        for _ in range(2):
+            each(x).square().mean().backward()
+            steps[each] = allocated(optimizer.step)
+            optimizer.zero_grad()
+    full = dict(sharded.named_full_parameters())
+    return steps[sharded], max((full[name] - p).abs().max().item() for name, p in model.named_parameters())
+
+
+@pytest.mark.nightly
+def test_owners_have_few_full_parameters_at_a_time() -> None:
+    """Of 16 MiB each; 4 of them, with gradients, make a turn of 64 MiB."""
+    few, many = (run_ranks(_in_turns, 2, count) for count in (8, 20))
+    assert max(memory for memory, _ in many) < 1.1 * max(memory for memory, _ in few)
+    assert max(difference for _, difference in (*few, *many)) < 1e-5

@@ -4,6 +4,8 @@
     the step         one rank has the full ones of a parameter, and runs the optimizer's own step;
                      to the other ranks the parameter has no gradient
 
+PyTorch's own steps run in turns, for some parameters each, so a rank has few full ones at a time.
+
 The parameters are the same objects all the time, as are the optimizer and its groups: only their data
 change. So the optimizer's code, and all that refers to a parameter, stay as they are. State of a
 parameter's shape is split like the parameter, other state by rows. If a step reads all parameters,
@@ -15,6 +17,7 @@ matrix, and only during the step.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,12 +39,15 @@ from torchshard.distributed.kernels import reduced
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.owners import Owned, collected, dealt
 from torchshard.distributed.ranks import Ranks
-from torchshard.runtime.optimizer_classes import Reach
+from torchshard.runtime.optimizer_classes import Reach, parameters_of
 from torchshard.runtime.optimizer_states import as_slice, state_type
 from torchshard.runtime.state_forms import Form, State, split_tensors
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.parameter import DATA, ShardedParameter
+
+_TURN_BYTES = 1 << 26
+"""The full parameters that an owner has at a time, in bytes, if a step may run in turns; one may be larger."""
 
 Closure = Callable[[], Any]
 Gradient = Literal["kept", "none", "new"]
@@ -145,16 +151,18 @@ class BatchOwner(Protocol):
 class FullStep:
     """One step of an optimizer, with full parameters."""
 
-    def __init__(self, optimizer: Optimizer, reaches: Sequence[Reach]) -> None:
+    def __init__(self, optimizer: Optimizer, reaches: Sequence[Reach], *, in_turns: bool = False) -> None:
         """Prepares a step.
 
         Args:
             reaches: the reach of each of the optimizer's groups.
+            in_turns: whether the class's step may run several times, for some of the parameters each.
 
         Raises:
             InputError: its parameters are of models on different meshes.
         """
         self._optimizer, self._everywhere = optimizer, "model" in reaches
+        self._in_turns = in_turns and not self._everywhere
         groups = (g for g, reach in zip(optimizer.param_groups, reaches, strict=True) if reach != "element")
         found = [p for group in groups for p in group["params"] if isinstance(p, ShardedParameter) and p.is_split]
         meshes = {tuple(group.name for group in p.ranks.groups.values()) for p in found}
@@ -166,8 +174,10 @@ class FullStep:
                 attempt="an optimizer for each model",
             )
         self._all = [_Entry(p, owner) for p, owner in zip(found, _owners(found), strict=True)]
+        self._turn = self._all
+        """The parameters of this turn."""
         self._entries: list[_Entry] = []
-        """The parameters that take part so far: those with gradients."""
+        """Those that take part so far: with gradients."""
 
     @property
     def _ranks(self) -> Ranks:
@@ -191,14 +201,53 @@ class FullStep:
 
         if not self._all:
             return made()
-        name = type(self._optimizer).__name__
+        if args or kwargs or not self._in_turns:
+            return self._make(made)
+        result = None
+        for number, turn in enumerate(self._turns()):
+            self._turn = turn
+            with self._without_others(with_replicated=number == 0):
+                result = self._make(made)
+        return result
+
+    def _make(self, made: Callable[[], object]) -> object:
+        """Makes the step of this turn's parameters."""
         try:
             self._begin()
-            result = self._ranks.run_on_all(made, DistributedError, f"{name}.step() failed")
+            result = self._ranks.run_on_all(made, DistributedError, f"{type(self._optimizer).__name__}.step() failed")
             self._end()
         finally:
             self._restore()
         return result
+
+    def _turns(self) -> list[list[_Entry]]:
+        """Returns the parameters of each turn: no owner has many full ones at a time."""
+        turns, filled = list[list[_Entry]](), dict[str, tuple[int, int]]()
+        for entry in self._all:
+            size = math.prod(entry.parameter.whole) * entry.parameter.itemsize
+            number, total = filled.get(key := str(entry.owner), (0, 0))
+            if total and total + size > _TURN_BYTES:
+                number, total = number + 1, 0
+            filled[key] = number, total + size
+            turns += [[] for _ in range(number + 1 - len(turns))]
+            turns[number].append(entry)
+        return turns
+
+    @contextlib.contextmanager
+    def _without_others(self, *, with_replicated: bool) -> Iterator[None]:
+        """Takes the gradients of the parameters of other turns away."""
+        split, own = ({id(entry.parameter) for entry in entries} for entries in (self._all, self._turn))
+        stepped = {
+            id(p) for p in parameters_of(self._optimizer) if id(p) in own or (with_replicated and id(p) not in split)
+        }
+        others = [(p, p.grad) for p in parameters_of(self._optimizer) if id(p) not in stepped]
+        for p, _ in others:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in others:
+                p.grad = grad
 
     def _with_slices(self, closure: Closure) -> Closure:
         """Returns a closure that has slices of the parameters, amid a step."""
@@ -228,7 +277,7 @@ class FullStep:
         """Gives the optimizer full parameters, gradients and, where it has none yet, full states."""
         states, moved = self._optimizer.state, list[tuple[_Entry, Tensor, SliceType]]()
         with unwatched():
-            self._entries = [e for e in self._all if self._everywhere or e.has_state or e.parameter.grad is not None]
+            self._entries = [e for e in self._turn if self._everywhere or e.has_state or e.parameter.grad is not None]
             for entry in self._entries:
                 grad = entry.parameter.grad
                 entry.data, entry.grad = DATA(entry.parameter), None if grad is None else _plain(grad)
@@ -329,7 +378,8 @@ class FullStep:
     def _restore(self) -> None:
         """Gives the optimizer this rank's slices."""
         self._to_slices()
-        for entry in self._all:
+        for entry in self._turn:
+            entry.given = None
             if entry.has_state:  # in an order that is the same on all ranks
                 self._optimizer.state.pop(entry.parameter, None)
                 if entry.state is not None:

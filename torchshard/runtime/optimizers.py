@@ -186,9 +186,10 @@ def _step_of_slices(step: Callable[..., object]) -> Callable[..., object]:
         if not any(isinstance(p, ShardedParameter) and p.is_split for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
         reaches, is_found = _reaches(optimizer)
+        module = type(optimizer).__module__  # a user's subclass may override methods
+        is_pytorchs = module == "torch.optim" or module.startswith("torch.optim.")
         if any(reach != "element" for reach in reaches):
-            return torch.compiler.disable(FullStep(optimizer, reaches).run)(step, args, kwargs)
-        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a user's subclass may override methods
+            return torch.compiler.disable(FullStep(optimizer, reaches, in_turns=is_pytorchs).run)(step, args, kwargs)
         if not (is_pytorchs or is_found) or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
         ops = Ops(functools.partial(_refuse_op, optimizer)) if is_found and not _is_compiled() else None
