@@ -166,9 +166,17 @@ def test_engines_fuse_in_their_own_order() -> None:
 
 
 def test_layouts_that_no_engine_has_are_refused() -> None:
-    head, other = {"q_proj.weight": torch.ones(48, 48)}, {"conv.weight": torch.ones(3, 3)}
-    assert refused_input(lambda: ts.engine_slices(CONFIG, 0, 3)(head), "4 heads can't be split evenly over 3 ranks")
-    assert refused_input(lambda: ts.engine_slices(CONFIG, 0, 2)(other), "no engine's layout is known for 'conv.weight'")
+    for size, name, shape, why in (
+        (3, "attn.q_proj.weight", (48, 48), "4 heads can't be split evenly over 3 ranks"),
+        (8, "attn.q_proj.weight", (48, 48), "4 heads can't be split evenly over 8 ranks"),
+        (2, "attn.q_proj.weight", (30, 48), "4 heads can't be split evenly over 2 ranks"),
+        (2, "conv.weight", (3, 3), "no engine's layout is known for 'conv.weight'"),
+        (2, "attn.sinks", (4,), "no engine's layout is known for 'attn.sinks'"),
+        (2, "mlp.up_proj.weight", (80, 48), "it joins gate_proj, up_proj, and gate_proj is missing"),
+        (2, "mlp.down_proj.scale", (), "can't be split evenly"),
+    ):
+        cut = ts.engine_slices(CONFIG, 0, size)
+        assert refused_input(lambda cut=cut, name=name, shape=shape: cut({name: torch.ones(shape)}), why), name
     assert refused_input(lambda: ts.engine_slices(CONFIG, 2, 2), "rank 2 is not one of 2 ranks")
 
 
@@ -183,8 +191,50 @@ def test_what_ranks_do_differently_is_refused(rank: int) -> None:
                 lambda w: torch.cat([torch.zeros(1, 12), w]), lambda w: w.bfloat16().float()):  # fmt: skip
         assert refused_input(lambda cut=cut: weight(cut), "is not cut out of full parameters")
     assert refused_input(lambda: sharded.named_full_parameters(bucket="big"), "'big' is no size")
-    bucket = 1 if rank else "1MiB"
-    assert refused(lambda: list(sharded.named_full_parameters(bucket=bucket)), "about to do different things")
+    assert refused_input(lambda: sharded.named_full_parameters(dtype=torch.int8), "is not a floating-point dtype")
+    assert refused(lambda: sharded.named_full_parameters(bucket="big" if rank else "1MiB"), "'big' is no size")
+    settings: list[dict[str, Any]] = [{"bucket": 1 if rank else "1MiB"}, {"dtype": torch.half if rank else None}]
+    for each in settings:
+        assert refused(lambda each=each: sharded.named_full_parameters(**each), "stream parameters differently")
+
+
+def _interleaved(rank: int) -> bool:
+    """Two models, whose streams the ranks go through in different orders."""
+    model, call = _models()[1]
+    sharded = _sharded(model, call, 2)
+    streams = [each.named_full_parameters(bucket=1) for each in (sharded, copy.deepcopy(sharded))]
+    return refused(lambda: [next(streams[(i + rank) % 2]) for i in range(4)], "about to do different things")
+
+
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_streams_that_ranks_interleave_differently_are_refused(backend: str | None) -> None:
+    assert run_ranks(_interleaved, 2, backend=backend) == [True, True]
+
+
+def _cast_between(rank: int) -> None:
+    model, call = _models()[1]
+    sharded, own = _sharded(model, call, 2), dict(model.named_parameters())
+    stream = sharded.named_full_parameters(bucket=1)
+    found = [next(stream)]
+    sharded.half()
+    for name, x in (*found, *stream):
+        assert x.dtype == torch.float32 and torch.allclose(x, own[name], rtol=1e-3), name
+
+
+@pytest.mark.parametrize("backend", ["gloo", None])
+def test_a_stream_keeps_its_dtypes(backend: str | None) -> None:
+    run_ranks(_cast_between, 2, backend=backend)
+
+
+@on_ranks(2)
+def test_each_tensor_has_a_storage_of_its_own(rank: int) -> None:
+    model, call = _models()[1]
+    found = dict(_sharded(model, call, 2).named_full_parameters())
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in found.values())
+    x, other = found["out.weight"].requires_grad_(), found["qkv.weight"]
+    y = (x * x).sum()
+    other.zero_()
+    y.backward()  # type: ignore[no-untyped-call]
 
 
 @on_ranks(2)

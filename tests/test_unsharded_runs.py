@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import torchshard as ts
-from tests.helpers import nightly
+from tests.helpers import nightly, refused_input
 from tests.test_full_steps import _data, _model, _sharded
 from torchshard.testing import run_ranks
 
@@ -192,6 +192,39 @@ def test_runs_go_on_from_their_files(world: int, mesh: Any, written: tuple[Path,
     for found in run_ranks(_go_on, world, mesh, str(folder)):
         for (name, way), losses in found.items():
             assert losses == pytest.approx(expected[name], abs=1e-10), (name, way)
+
+
+def _renamed(rank: int) -> None:
+    """States are matched by name in any order of groups and under wrappers; others are refused."""
+    model = _model()
+    named = dict(model.named_parameters())
+    *names, other = list(named)[:5]
+    for i, name in enumerate(names):
+        named[name].grad = torch.full_like(named[name], i + 1.0)
+    named[other].grad = torch.zeros_like(named[other])
+    sharded = dict(_sharded(model, 2).named_parameters())
+
+    def load(saved: list[list[str]], own: list[list[str]], prefix: str = "", own_prefix: str = "") -> None:
+        def groups(names: list[list[str]], parameters: Any, prefix: str) -> Any:
+            return [{"params": [(prefix + name, parameters[name]) for name in of]} for of in names]
+
+        first = torch.optim.SGD(groups(saved, named, prefix), 0.0, momentum=0.9)
+        first.step()
+        then = torch.optim.SGD(groups(own, sharded, own_prefix), 0.0, momentum=0.9)
+        then.load_state_dict(first.state_dict())
+        for name in (name for of in own for name in of):
+            assert (then.state[sharded[name]]["momentum_buffer"] == names.index(name) + 1.0).all(), name
+
+    load([names], [names[::-1]])
+    load([names[:1], names[1:]], [names[:0:-1], names[:1]])
+    load([names], [names[::-1]], prefix="module.")
+    load([names], [names[::-1]], prefix="_orig_mod.model.", own_prefix="actor.")
+    for own in ([names[:2], names[2:]], [names[1:]], [[*names[1:], other]]):
+        assert refused_input(lambda own=own: load([names], own), "have other names, or are in other groups")
+
+
+def test_saved_states_are_matched_by_name() -> None:
+    run_ranks(_renamed, 2)
 
 
 # --- averaged models in checkpoints ----------------------------------------------------------------------------------

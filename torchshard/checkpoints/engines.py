@@ -18,6 +18,8 @@ from torch import Tensor
 
 from torchshard.core.errors import InputError
 
+SHARED = "num_key_value_heads"
+"""The setting with the number of heads that several ranks may share."""
 VOCABULARY_UNIT = 64
 """The engines pad the number of tokens to a multiple of it."""
 
@@ -42,15 +44,15 @@ class _Rule(NamedTuple):
     dim: int
     """The dim of the weight that its ranks split."""
     heads: str = ""
-    """The setting with the number of heads that ranks split, or share if there are fewer."""
+    """The setting with the number of heads that ranks split."""
     unit: int = 1
     """The ranks split a size padded to a multiple of it."""
 
 
 RULES: Mapping[str, _Rule] = {
     "q_proj": _Rule("qkv_proj", 0, "num_attention_heads"),
-    "k_proj": _Rule("qkv_proj", 0, "num_key_value_heads"),
-    "v_proj": _Rule("qkv_proj", 0, "num_key_value_heads"),
+    "k_proj": _Rule("qkv_proj", 0, SHARED),
+    "v_proj": _Rule("qkv_proj", 0, SHARED),
     "o_proj": _Rule("o_proj", 1),
     "gate_proj": _Rule("gate_up_proj", 0),
     "up_proj": _Rule("gate_up_proj", 0),
@@ -60,7 +62,7 @@ RULES: Mapping[str, _Rule] = {
 }
 """A decoder's module -> its layout; fused parameters are in this order.
 
-Parameters of one dim in other modules, such as norms, are replicated.
+Parameters of norms are replicated.
 """
 
 
@@ -88,32 +90,37 @@ def engine_slices(config: DecoderConfig, rank: int, size: int) -> Callable[[Mapp
             module, _, leaf = name.rpartition(".")
             parent, _, last = module.rpartition(".")
             rule = RULES.get(last)
-            if rule is None and x.ndim != 1:
-                _refuse(name, tuple(x.shape), "its module is not one of a decoder's: " + ", ".join(RULES))
+            if rule is None and not (last.endswith("norm") and x.ndim == 1):
+                _refuse(name, tuple(x.shape), "its module is not one of a decoder's: norms, " + ", ".join(RULES))
             fused = name if rule is None else ".".join(filter(None, (parent, rule.fused, leaf)))
             parts.setdefault(fused, {})[last] = x if rule is None else _cut(name, x, rule, config, rank, size)
-        order = {module: number for number, module in enumerate(RULES)}  # models make theirs in other orders too
-        ordered = {name: [of[last] for last in sorted(of, key=lambda n: order.get(n, 0))] for name, of in parts.items()}
-        return {name: of[0] if len(of) == 1 else torch.cat(of) for name, of in ordered.items()}
+        for name, of in parts.items():
+            wanted = [last for last, rule in RULES.items() if rule.fused == name.split(".")[-2]] if "." in name else []
+            if missing := [last for last in wanted if last not in of]:
+                _refuse(name, (), f"it joins {', '.join(wanted)}, and {', '.join(missing)} is missing")
+            if wanted:
+                parts[name] = {last: of[last] for last in wanted}  # models make theirs in other orders too
+        return {
+            name: next(iter(of.values())) if len(of) == 1 else torch.cat([*of.values()]) for name, of in parts.items()
+        }
 
     return make
 
 
 def _cut(name: str, x: Tensor, rule: _Rule, config: DecoderConfig, rank: int, size: int) -> Tensor:
     """Returns one rank's part of a parameter."""
-    if rule.dim >= x.ndim:  # the bias of a layer whose ranks add up their results
+    if rule.dim >= x.ndim > 0:  # the bias of a layer whose ranks add up their results
         return x
-    pieces = getattr(config, rule.heads) if rule.heads else size
-    if pieces < size:  # several ranks have the same head
-        pieces, rank = (pieces, rank // (size // pieces)) if size % pieces == 0 else (0, 0)
-    elif rule.heads:
-        pieces = size if pieces % size == 0 else 0
-    extent = x.shape[rule.dim]
-    padded = -(-extent // rule.unit) * rule.unit
-    if not pieces or padded % pieces:
-        why = f"{getattr(config, rule.heads)} heads" if rule.heads else f"{padded} rows"
-        _refuse(name, tuple(x.shape), f"{why} can't be split evenly over {size} ranks")
-    start, stop = (min(at * padded // pieces, extent) for at in (rank, rank + 1))
+    extent = x.shape[rule.dim] if x.ndim else 0
+    padded, units, shared = -(-extent // rule.unit) * rule.unit, extent, 1
+    if rule.heads:
+        units = getattr(config, rule.heads)
+        shared = max(size // units, 1) if rule.heads == SHARED else 1  # ranks that have the same head
+    pieces = size // shared
+    if not extent or extent % units or padded % pieces or (rule.heads and units % pieces) or size % shared:
+        of = f"{units} heads" if rule.heads else f"{padded} rows"
+        _refuse(name, tuple(x.shape), f"{of} can't be split evenly over {size} ranks")
+    start, stop = (min(at * padded // pieces, extent) for at in (rank // shared, rank // shared + 1))
     return x.narrow(rule.dim, start, stop - start)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.layouts import Shard
 from torchshard.core.sharding import Sharding
 from torchshard.runtime.optimizer_classes import known_reach, parameters_of
+from torchshard.runtime.optimizer_names import in_own_order
 from torchshard.weights.dcp import wants_whole
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice
@@ -140,7 +141,7 @@ def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         InputError: it has a slice of another place.
     """
     UNMARKED.add(optimizer)
-    state_dict = _in_own_order(optimizer, state_dict)
+    state_dict = in_own_order(optimizer, state_dict)
     states, by_element = dict(state_dict["state"]), known_reach(optimizer) == "element"
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
@@ -153,24 +154,6 @@ def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
             _LOADED.setdefault(optimizer, {})[parameter] = shapes
             states[index] = pytree.tree_map_only(LocalSlice, lambda x: x.plain, states[index])
     return {**state_dict, "state": states}
-
-
-def _in_own_order(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-    """Returns a state dict whose groups have the optimizer's order of parameters, where the groups name theirs.
-
-    PyTorch matches parameters by position, but optimizers of named parameters, FSDP and DCP save names too.
-    """
-    saved: list[dict[str, Any]] = [dict(group) for group in state_dict["param_groups"]]
-    for group, own in zip(saved, optimizer.param_groups, strict=False):
-        keys = list(group["params"])
-        names = [str(name).removeprefix("module.") for name in group.get("param_names") or keys]
-        paths = [p.path if isinstance(p, ShardedParameter) else None for p in own["params"]]
-        if names != paths and len(names) == len(keys) and set(names) == set(paths):
-            of_name = dict(zip(names, keys, strict=True))
-            group["params"] = [of_name[str(path)] for path in paths]
-            if "param_names" in group:
-                group["param_names"] = paths
-    return {**state_dict, "param_groups": saved}
 
 
 _LOADED: weakref.WeakKeyDictionary[Optimizer, dict[ShardedParameter, dict[str, tuple[int, ...]]]] = (

@@ -8,6 +8,7 @@ memory    of two buckets, which take turns: the caller still refers to the last 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -59,15 +60,13 @@ class Memory:
         for each in types:
             places.append(at)
             at += -(-nbytes(each) // _ALIGNED) * _ALIGNED
-        data = self._bytes(at)
-        return [unpacked(data[place:], [each])[0] for place, each in zip(places, types, strict=True)]
-
-    def _bytes(self, size: int) -> Tensor:
-        if self._device.type != "cpu":
-            return torch.empty(size, dtype=torch.uint8, device=self._device)  # its allocator keeps memory
-        if len(self._array) < size or sys.getrefcount(self._array) != self._idle:
-            self._array = np.empty(size, np.uint8)
-        return torch.from_numpy(self._array)
+        if self._device.type != "cpu":  # its allocator keeps memory
+            return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in types]
+        if len(self._array) < at or sys.getrefcount(self._array) != self._idle:
+            self._array = np.empty(at, np.uint8)
+        # each has a storage of its own, so a file has its bytes only, and a write to one changes no other's version
+        parts = [torch.from_numpy(self._array[at : at + nbytes(each)]) for at, each in zip(places, types, strict=True)]
+        return [unpacked(part, [each])[0] for part, each in zip(parts, types, strict=True)]
 
 
 def full_parameters(
@@ -82,14 +81,31 @@ def full_parameters(
     Raises:
         InputError: `bucket` is not a size.
     """
-    parameters = _parameters(model, store)
-    names, of = list(parameters), list(parameters.values())
+    parameters, ranks = _parameters(model, store), store.ranks
+
+    def read() -> tuple[list[Type], list[range]]:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InputError(
+                f"{dtype!r} is not a floating-point dtype",
+                where="named_full_parameters",
+                attempt="dtype=torch.bfloat16",
+            )
+        types = [
+            (p.whole, dtype if dtype is not None and p.is_floating_point() else p.dtype) for p in parameters.values()
+        ]
+        return types, _buckets(types, bucket)
+
+    types, numbers = ranks.run_on_all(read, InputError, "the ranks can't stream parameters together")
+    what = {"the dtype": str(dtype), "the buckets": str(numbers)}
+    ranks.verify(what, "the ranks stream parameters differently")
+    names, of, stream = list(parameters), list(parameters.values()), _number(ranks)
 
     def fill(turn: int, numbers: range, full: Sequence[Tensor]) -> None:
-        slices = [_slice(of[i], dtype) for i in numbers]
-        gather_into(store.ranks, slices, full, f"full parameters {names[numbers[0]]!r} to {names[numbers[-1]]!r}")
+        slices = [Sliced(DATA(of[i]).to(types[i][1]), of[i].sharding, of[i].whole) for i in numbers]
+        what = f"full parameters {names[numbers[0]]!r} to {names[numbers[-1]]!r} of stream {stream}"
+        gather_into(ranks, slices, full, what)
 
-    return _streamed(names, [(p.whole, _dtype(p, dtype)) for p in of], bucket, fill, _device(of))
+    return _streamed(names, types, numbers, fill, _device(of))
 
 
 def parameter_slices(
@@ -101,21 +117,30 @@ def parameter_slices(
         InputError: a rank's `make` raises, or computes values; or `bucket` is not a size.
     """
     parameters, ranks = _parameters(model, store, tied=True), store.ranks
-    made = ranks.run_on_all(lambda: _Made.by(make, parameters), InputError, "the ranks can't cut parameters together")
-    own = [
-        [request for request, _ in made.requests(numbers, made.places(numbers))]
-        for numbers in _buckets(made.types, bucket)
-    ]
-    requests = _of_all(ranks, own)
+
+    def read() -> tuple[_Made, list[range]]:
+        made = _Made.by(make, parameters)
+        return made, _buckets(made.types, bucket)
+
+    made, buckets = ranks.run_on_all(read, InputError, "the ranks can't cut parameters together")
+    own = [[request for request, _ in made.requests(numbers, made.places(numbers))] for numbers in buckets]
+    requests, stream = _of_all(ranks, own), _number(ranks)
 
     def fill(turn: int, numbers: range, given: Sequence[Tensor]) -> None:
         of_turn = [of_rank[turn] if turn < len(of_rank) else [] for of_rank in requests]
         into = [x for _, x in made.requests(numbers, given)]
-        slices = {name: _slice(p, None) for name, p in parameters.items()}
-        reslice(ranks, slices, of_turn, into, f"slices of parameters, bucket {turn}")
+        slices = {name: Sliced(DATA(p), p.sharding, p.whole) for name, p in parameters.items()}
+        reslice(ranks, slices, of_turn, into, f"slices of parameters, bucket {turn} of stream {stream}")
 
-    count = max(map(len, requests))
-    return _streamed(made.names, made.types, bucket, fill, _device(list(parameters.values())), count)
+    buckets += [range(0)] * (max(map(len, requests)) - len(buckets))
+    return _streamed(made.names, made.types, buckets, fill, _device(list(parameters.values())))
+
+
+def _number(ranks: Ranks) -> str:
+    """Returns a random number, equal on all ranks, which the calls of one stream name."""
+    drawn, what = secrets.token_hex(4).encode(), "a stream of parameters"
+    of_group = gather_bytes(ranks.group, what, lambda: drawn)[0]
+    return gather_bytes(ranks.replicas, what, lambda: of_group)[0].decode()
 
 
 def _parameters(model: nn.Module, store: WeightStore, *, tied: bool = False) -> dict[str, ShardedParameter]:
@@ -137,38 +162,22 @@ def _buckets(types: Sequence[Type], bucket: int | str) -> list[range]:
 def _streamed(
     names: Sequence[str],
     types: Sequence[Type],
-    bucket: int | str,
+    buckets: Sequence[range],
     fill: Callable[[int, range, Sequence[Tensor]], None],
     device: torch.device,
-    count: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Returns an iterator over tensors, which are filled a bucket at a time.
+    """Yields tensors, which are filled a bucket at a time.
 
     Args:
         fill: a collective call with the number of the bucket, the numbers of its tensors, and their memory.
-        count: the smallest number of buckets; the last ones may be empty.
     """
-    own = _buckets(types, bucket)
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        memory = Memory(device), Memory(device)
-        for turn in range(max(len(own), count)):
-            numbers = own[turn] if turn < len(own) else range(0)
-            tensors = memory[turn % 2].take([types[i] for i in numbers])
-            with torch.no_grad(), unwatched():
-                fill(turn, numbers, tensors)
-            for i in numbers:
-                yield names[i], tensors.pop(0)
-
-    return stream()
-
-
-def _slice(p: ShardedParameter, dtype: torch.dtype | None) -> Sliced:
-    return Sliced(DATA(p).to(_dtype(p, dtype)), p.sharding, p.whole)
-
-
-def _dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and p.is_floating_point() else p.dtype
+    memory = Memory(device), Memory(device)
+    for turn, numbers in enumerate(buckets):
+        tensors = memory[turn % 2].take([types[i] for i in numbers])
+        with torch.no_grad(), unwatched():
+            fill(turn, numbers, tensors)
+        for i in numbers:
+            yield names[i], tensors.pop(0)
 
 
 def _device(parameters: Sequence[Tensor]) -> torch.device:
@@ -205,14 +214,16 @@ class _Made(NamedTuple):
             InputError: it returns something else than tensors cut out of parameters.
         """
         tape = Tape()
-        full = {
-            name: file_tensor(tape, ModelTensor(name, p.dtype, p.whole, partial(_refuse, name)))
-            for name, p in parameters.items()
-        }
-        made = dict(make(full))
+        recorded: dict[int, LazyTensor] = {}
+        for name, p in parameters.items():
+            if id(p) not in recorded:  # tied parameters have several names
+                recorded[id(p)] = file_tensor(tape, ModelTensor(name, p.dtype, p.whole, partial(_refuse, name)))
+        made = dict(make({name: recorded[id(p)] for name, p in parameters.items()}))
         found = _Made(list(made), cast(list[LazyTensor], list(made.values())), Parts(tape))
         for name, x in made.items():
-            if not isinstance(x, LazyTensor) or x.tape is not tape or found.reads(x, place_of(x.shape)) is None:
+            if not (isinstance(x, LazyTensor) and x.tape is tape and x.device.type == "cpu"):
+                _refuse(name)
+            if found.reads(x, place_of(x.shape)) is None:
                 _refuse(name)
         return found
 

@@ -183,8 +183,8 @@ def _unsqueeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 
 def _squeeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     shape = tape.examples[entry.operands[0]].shape
-    dim = _arguments(entry)["dim"] % len(shape)
-    if shape[dim] != 1:
+    dim = _arguments(entry)["dim"] % max(len(shape), 1)
+    if not shape or shape[dim] != 1:
         return [replace(wanted, slot=entry.operands[0])]
     box = (*wanted.box[:dim], (0, 1), *wanted.box[dim:])
     return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.unsqueeze(dim))]
