@@ -202,7 +202,8 @@ def _renamed(rank: int) -> None:
     for i, name in enumerate(names):
         named[name].grad = torch.full_like(named[name], i + 1.0)
     named[other].grad = torch.zeros_like(named[other])
-    sharded = dict(_sharded(model, 2).named_parameters())
+    split = _sharded(model, 2)
+    sharded = dict(split.named_parameters())
 
     def load(saved: list[list[str]], own: list[list[str]], prefix: str = "", own_prefix: str = "") -> None:
         def groups(names: list[list[str]], parameters: Any, prefix: str) -> Any:
