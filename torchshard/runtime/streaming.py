@@ -1,8 +1,7 @@
-"""Streams the full parameters of a sharded model, a bucket at a time: to refit an engine, or to write a file.
+"""Streams the full parameters of a sharded model, a bucket at a time, to refit an engine or to write a file.
 
-bucket    consecutive parameters whose full sizes together fit into half of a number of bytes
-memory    of two buckets, which take turns: the caller still refers to the last tensor of one
-          while the next is filled
+Consecutive parameters form a bucket. The memory is of two buckets, which take turns: the caller still refers to the
+last tensor of one while the next is filled.
 """
 
 from __future__ import annotations
