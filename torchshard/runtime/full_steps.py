@@ -140,6 +140,19 @@ def _owners(parameters: Sequence[ShardedParameter]) -> list[Place]:
     return [found[number] for number in range(len(parameters))]
 
 
+@contextlib.contextmanager
+def _without_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Takes gradients away for a while."""
+    gradients = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(parameters, gradients, strict=True):
+            p.grad = grad
+
+
 class BatchOwner(Protocol):
     """A sharded model, as its optimizers see it."""
 
@@ -203,10 +216,12 @@ class FullStep:
             return made()
         if args or kwargs or not self._in_turns:
             return self._make(made)
-        result = None
-        for number, turn in enumerate(self._turns()):
+        result, turns = None, self._turns()
+        replicated = [p for p in parameters_of(self._optimizer) if not (isinstance(p, ShardedParameter) and p.is_split)]
+        for number, turn in enumerate(turns):
             self._turn = turn
-            with self._without_others(with_replicated=number == 0):
+            others = [entry.parameter for each in turns if each is not turn for entry in each]
+            with _without_gradients([*others, *(replicated if number else ())]):
                 result = self._make(made)
         return result
 
@@ -232,22 +247,6 @@ class FullStep:
             turns += [[] for _ in range(number + 1 - len(turns))]
             turns[number].append(entry)
         return turns
-
-    @contextlib.contextmanager
-    def _without_others(self, *, with_replicated: bool) -> Iterator[None]:
-        """Takes the gradients of the parameters of other turns away."""
-        split, own = ({id(entry.parameter) for entry in entries} for entries in (self._all, self._turn))
-        stepped = {
-            id(p) for p in parameters_of(self._optimizer) if id(p) in own or (with_replicated and id(p) not in split)
-        }
-        others = [(p, p.grad) for p in parameters_of(self._optimizer) if id(p) not in stepped]
-        for p, _ in others:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, grad in others:
-                p.grad = grad
 
     def _with_slices(self, closure: Closure) -> Closure:
         """Returns a closure that has slices of the parameters, amid a step."""
