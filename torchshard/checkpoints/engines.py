@@ -85,7 +85,7 @@ def engine_slices(config: DecoderConfig, rank: int, size: int) -> Callable[[Mapp
         raise InputError(f"rank {rank} is not one of {size} ranks", where="engine_slices", attempt="0 <= rank < size")
 
     def make(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Tensor]] = {}
         for name, x in full.items():
             module, _, leaf = name.rpartition(".")
             parent, _, last = module.rpartition(".")
@@ -93,18 +93,19 @@ def engine_slices(config: DecoderConfig, rank: int, size: int) -> Callable[[Mapp
             if rule is None and not (last.endswith("norm") and x.ndim == 1):
                 _refuse(name, tuple(x.shape), "its module is not one of a decoder's: norms, " + ", ".join(RULES))
             fused = name if rule is None else ".".join(filter(None, (parent, rule.fused, leaf)))
-            parts.setdefault(fused, {})[last] = x if rule is None else _cut(name, x, rule, config, rank, size)
-        for name, of in parts.items():
-            wanted = [last for last, rule in RULES.items() if rule.fused == name.split(".")[-2]] if "." in name else []
-            if missing := [last for last in wanted if last not in of]:
-                _refuse(name, (), f"it joins {', '.join(wanted)}, and {', '.join(missing)} is missing")
-            if wanted:
-                parts[name] = {last: of[last] for last in wanted}  # models make theirs in other orders too
-        return {
-            name: next(iter(of.values())) if len(of) == 1 else torch.cat([*of.values()]) for name, of in parts.items()
-        }
+            found.setdefault(fused, {})[last] = x if rule is None else _cut(name, x, rule, config, rank, size)
+        return {name: _joined(name, parts) for name, parts in found.items()}
 
     return make
+
+
+def _joined(name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """Returns an engine's parameter of the model's modules that form it, in the engine's order."""
+    rule = RULES.get(next(iter(parts)))
+    modules = list(parts) if rule is None else [module for module, other in RULES.items() if other.fused == rule.fused]
+    if missing := [module for module in modules if module not in parts]:
+        _refuse(name, (), f"it joins {', '.join(modules)}, and {', '.join(missing)} is missing")
+    return parts[modules[0]] if len(modules) == 1 else torch.cat([parts[module] for module in modules])
 
 
 def _cut(name: str, x: Tensor, rule: _Rule, config: DecoderConfig, rank: int, size: int) -> Tensor:
