@@ -204,14 +204,13 @@ class _Checked:
     def _set_optimizer(self, number: int, optimizer: Optimizer, values: Mapping[str, Tensor]) -> None:
         saved, states = self.objects["optimizers"][number], dict[str, dict[str, object]]()
         index, by_index, groups = itertools.count(), dict[int, str](), []
-        for names, settings, own_group in zip(
-            self.names[number], saved["settings"], optimizer.param_groups, strict=True
-        ):
+        for names, settings in zip(self.names[number], saved["settings"], strict=True):
             indices = [next(index) for _ in names]
             by_index |= dict(zip(indices, names, strict=True))
-            settings = {key: value for key, value in settings.items() if key != "param_names"}
-            named = {"param_names": own_group["param_names"]} if "param_names" in own_group else {}
-            groups.append({**settings, **named, "params": indices})
+            # states are matched by these names; the optimizer keeps its own `param_names`
+            groups.append(
+                {**{key: value for key, value in settings.items() if key != "param_names"}, "params": indices}
+            )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         own = {name: parameters[i] for i, name in by_index.items()}
         for name, state in saved["states"].items():
