@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ra
     Raises:
         InputError: it can't be created, a rank does not see it, or files don't support a dtype.
     """
-    id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
+    id_ = ranks.random_name("ts.save")
     states = ranks.of_replicas(encode(generator_states(), allow_pickle=False))
     data = folder / f"data-{id_}"
 

@@ -54,24 +54,19 @@ def gather_into(ranks: Ranks, slices: Sequence[Sliced], full: Sequence[Tensor], 
     held = [each.local for each in slices]
     for stage in reversed(range(after, max((len(each.splits) for each in slices), default=0))):
         for name, group in ranks.groups.items():
-            moved = [i for i, x in enumerate(slices) if len(x.splits) > stage and x.splits[stage].axis.name == name]
+            moved = dict[int, _Moved]()
+            for i, x in enumerate(slices):
+                if len(x.splits) > stage and x.splits[stage].axis.name == name:
+                    shape = local_shape(x.shape, ranks.cuts(Sharding(x.splits[:stage])))
+                    into = full[i] if stage == after else held[i].new_empty(shape)
+                    moved[i] = _Moved(held[i], cast(Shard, x.splits[stage].layout), into, _blocks(into, group))
             if moved:
-                cuts = [Sharding(slices[i].splits[:stage]).cuts(ranks.place) for i in moved]
-                shapes = [local_shape(slices[i].shape, cut) for i, cut in zip(moved, cuts, strict=True)]
-                places = [
-                    full[i] if stage == after else held[i].new_empty(shape)
-                    for i, shape in zip(moved, shapes, strict=True)
-                ]
-                moving = [
-                    _Moved(held[i], cast(Shard, slices[i].splits[stage].layout), x, _blocks(x, group))
-                    for i, x in zip(moved, places, strict=True)
-                ]
-                _gather(group, moving, what)
-                for i, x in zip(moved, places, strict=True):
-                    held[i] = x
-    for x, each, into in zip(held, slices, full, strict=True):
-        if len(each.splits) <= after:
-            into.copy_(x)
+                _gather(group, list(moved.values()), what)
+            for i, each in moved.items():
+                held[i] = each.full
+    for local, x, into in zip(held, slices, full, strict=True):
+        if len(x.splits) <= after:
+            into.copy_(local)
 
 
 def _blocks(full: Tensor, group: Group) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -175,10 +176,11 @@ class Ranks:
         group = self.groups[axis]
         self.run_on_all(lambda: verify_equal(group, facts, DistributedError, what), DistributedError, what)
 
-    def leaders(self, data: bytes) -> bytes:
-        """Returns the leader's data."""
-        of_group = gather_bytes(self.group, "ts.save", lambda: data)[0]
-        return gather_bytes(self.replicas, "ts.save", lambda: of_group)[0]
+    def random_name(self, call: str) -> str:
+        """Returns a random text, equal on all ranks; `call` describes the user's call."""
+        drawn = secrets.token_hex(8).encode()
+        of_group = gather_bytes(self.group, call, lambda: drawn)[0]
+        return gather_bytes(self.replicas, call, lambda: of_group)[0].decode()
 
     def of_replicas(self, data: bytes) -> list[bytes]:
         """Returns the data of the holders of the same slices, one per replica."""

@@ -202,8 +202,8 @@ class ShardedModule(ShardedSubmodule, Notebook):
         All ranks must iterate to the end.
 
         Args:
-            bucket: the memory for full tensors, in bytes or with a unit. A tensor that the caller keeps, and one
-                larger than half of it, has memory of its own.
+            bucket: the memory for full tensors, in bytes or with a unit; two halves take turns. A larger tensor has
+                memory of its own, and a tensor that the caller keeps is not overwritten, but keeps its half.
             dtype: of the floating-point tensors that are sent and yielded; None for their own.
 
         Raises:

@@ -7,7 +7,6 @@ last tensor of one while the next is filled.
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.units import read_size
 from torchshard.distributed.buckets import Sliced, consecutive, gather_into
 from torchshard.distributed.consistency import gather_bytes
+from torchshard.distributed.memory import aligned
 from torchshard.distributed.packing import Type, nbytes, unpacked
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.store import WeightStore
@@ -28,7 +28,7 @@ from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.lazy import LazyTensor
 from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import DATA, ShardedParameter
-from torchshard.weights.parts import Parts, Read, Wanted
+from torchshard.weights.parts import Parts, Wanted
 from torchshard.weights.recording import file_tensor
 from torchshard.weights.reslicing import Request, reslice
 from torchshard.weights.stored_tensors import ModelTensor
@@ -36,9 +36,6 @@ from torchshard.weights.tape import Tape
 
 Make = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Cuts tensors out of full parameters, which it receives by name."""
-
-_ALIGNED = 64
-"""The multiple of bytes at which tensors begin."""
 
 
 class Memory:
@@ -58,7 +55,7 @@ class Memory:
         places, at = list[int](), 0
         for each in types:
             places.append(at)
-            at += -(-nbytes(each) // _ALIGNED) * _ALIGNED
+            at += aligned(nbytes(each))
         if self._device.type != "cpu":  # its allocator keeps memory
             return [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in types]
         if len(self._array) < at or sys.getrefcount(self._array) != self._idle:
@@ -97,7 +94,7 @@ def full_parameters(
     types, numbers = ranks.run_on_all(read, InputError, "the ranks can't stream parameters together")
     what = {"the dtype": str(dtype), "the buckets": str(numbers)}
     ranks.verify(what, "the ranks stream parameters differently")
-    names, of, stream = list(parameters), list(parameters.values()), _number(ranks)
+    names, of, stream = list(parameters), list(parameters.values()), ranks.random_name("a stream of parameters")
 
     def fill(turn: int, numbers: range, full: Sequence[Tensor]) -> None:
         slices = [Sliced(DATA(of[i]).to(types[i][1]), of[i].sharding, of[i].whole) for i in numbers]
@@ -117,29 +114,25 @@ def parameter_slices(
     """
     parameters, ranks = _parameters(model, store, tied=True), store.ranks
 
-    def read() -> tuple[_Made, list[range]]:
+    def read() -> tuple[_Made, list[range], list[list[Request]]]:
         made = _Made.by(make, parameters)
-        return made, _buckets(made.types, bucket)
+        buckets = _buckets(made.types, bucket)
+        own = [[request for request, _ in made.requests(numbers, made.places(numbers))] for numbers in buckets]
+        return made, buckets, own
 
-    made, buckets = ranks.run_on_all(read, InputError, "the ranks can't cut parameters together")
-    own = [[request for request, _ in made.requests(numbers, made.places(numbers))] for numbers in buckets]
-    requests, stream = _of_all(ranks, own), _number(ranks)
+    made, buckets, own = ranks.run_on_all(read, InputError, "the ranks can't cut parameters together")
+    requests, stream = _of_all(ranks, own), ranks.random_name("a stream of parameters")
 
     def fill(turn: int, numbers: range, given: Sequence[Tensor]) -> None:
         of_turn = [of_rank[turn] if turn < len(of_rank) else [] for of_rank in requests]
         into = [x for _, x in made.requests(numbers, given)]
-        slices = {name: Sliced(DATA(p), p.sharding, p.whole) for name, p in parameters.items()}
+        requested = sorted({request.name for of_rank in of_turn for request in of_rank})
+        of = {name: parameters[name] for name in requested}
+        slices = {name: Sliced(DATA(p), p.sharding, p.whole) for name, p in of.items()}
         reslice(ranks, slices, of_turn, into, f"slices of parameters, bucket {turn} of stream {stream}")
 
     buckets += [range(0)] * (max(map(len, requests)) - len(buckets))
     return _streamed(made.names, made.types, buckets, fill, _device(list(parameters.values())))
-
-
-def _number(ranks: Ranks) -> str:
-    """Returns a random number, equal on all ranks, which the calls of one stream name."""
-    drawn, what = secrets.token_hex(4).encode(), "a stream of parameters"
-    of_group = gather_bytes(ranks.group, what, lambda: drawn)[0]
-    return gather_bytes(ranks.replicas, what, lambda: of_group)[0].decode()
 
 
 def _parameters(model: nn.Module, store: WeightStore, *, tied: bool = False) -> dict[str, ShardedParameter]:
@@ -217,14 +210,12 @@ class _Made(NamedTuple):
         for name, p in parameters.items():
             if id(p) not in recorded:  # tied parameters have several names
                 recorded[id(p)] = file_tensor(tape, ModelTensor(name, p.dtype, p.whole, partial(_refuse, name)))
-        made = dict(make({name: recorded[id(p)] for name, p in parameters.items()}))
-        found = _Made(list(made), cast(list[LazyTensor], list(made.values())), Parts(tape))
-        for name, x in made.items():
+        tensors: dict[str, LazyTensor] = {}
+        for name, x in dict(make({name: recorded[id(p)] for name, p in parameters.items()})).items():
             if not (isinstance(x, LazyTensor) and x.tape is tape and x.device.type == "cpu"):
                 _refuse(name)
-            if found.reads(x, place_of(x.shape)) is None:
-                _refuse(name)
-        return found
+            tensors[name] = x
+        return _Made(list(tensors), list(tensors.values()), Parts(tape))
 
     @property
     def types(self) -> list[Type]:
@@ -235,15 +226,19 @@ class _Made(NamedTuple):
         """Returns memory for some of the tensors on the meta device."""
         return [place_of(self.tensors[i].shape) for i in numbers]
 
-    def reads(self, x: LazyTensor, into: Tensor) -> list[Read] | None:
-        """Returns the boxes that make up a tensor; None if it has to be computed."""
-        reads = self.parts.reads(Wanted(x.slot, whole_box(x.shape), into))
-        return None if reads is None or any(len(read.dtypes) > 1 for read in reads) else reads
-
     def requests(self, numbers: range, into: Sequence[Tensor]) -> list[tuple[Request, Tensor]]:
-        """Returns the requests for some of the tensors, with the memory for each."""
-        reads = [read for i, x in zip(numbers, into, strict=True) for read in self.reads(self.tensors[i], x) or ()]
-        return [(Request(read.tensor.name, read.box), read.into) for read in reads]
+        """Returns the requests for some of the tensors, with the memory for each.
+
+        Raises:
+            InputError: a tensor has to be computed.
+        """
+        found = list[tuple[Request, Tensor]]()
+        for i, x in zip(numbers, into, strict=True):
+            reads = self.parts.reads(Wanted(self.tensors[i].slot, whole_box(x.shape), x))
+            if reads is None or any(len(read.dtypes) > 1 for read in reads):
+                _refuse(self.names[i])
+            found += [(Request(read.tensor.name, read.box), read.into) for read in reads]
+        return found
 
 
 def _refuse(name: str) -> NoReturn:
@@ -252,6 +247,6 @@ def _refuse(name: str) -> NoReturn:
         where="named_slices(make)",
         why="ranks send elements of their slices, so make may cut, join, reorder and cast full parameters, once, but "
         "not compute with them or read their values",
-        attempt="narrow, chunk, split, cat, stack, permute and to(dtype) in make, and the rest on what it yields; or "
-        "named_full_parameters()",
+        attempt="narrow, chunk, split, cat, stack, permute and to(dtype) in make, and other ops on the tensors that "
+        "named_slices yields; or named_full_parameters()",
     )

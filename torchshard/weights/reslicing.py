@@ -35,14 +35,13 @@ def reslice(
     """Fills this rank's requests; all ranks must call it.
 
     Args:
-        slices: this rank's slices, in the same order on all ranks.
+        slices: this rank's slices of the requested tensors, in the same order on all ranks.
         requests: of each rank, by its number.
         into: the memory for this rank's.
         what: a description, equal on all ranks.
     """
-    requested = {request.name for of_rank in requests for request in of_rank}
-    held = {name: each for name, each in slices.items() if name in requested}
-    deeper = {name: each for name, each in held.items() if len(each.splits) > 1}
+    held, places = dict(slices), ranks.mesh.places()
+    deeper = {name: each for name, each in slices.items() if len(each.splits) > 1}
     for name, each in deeper.items():
         first = Sharding(each.splits[:1])
         held[name] = Sliced(each.local.new_empty(local_shape(each.shape, ranks.cuts(first))), first, each.shape)
@@ -55,9 +54,8 @@ def reslice(
     for axis, group in ranks.groups.items():
         along = {name: each for name, each in held.items() if each.splits and each.splits[0].axis.name == axis}
         if along:
-            places = [{**ranks.place, axis: rank} for rank in range(group.size)]
-            numbers = [ranks.mesh.places().index(place) for place in places]
-            _exchange(group, places, along, [requests[number] for number in numbers], own, what)
+            of_group = [{**ranks.place, axis: rank} for rank in range(group.size)]
+            _exchange(group, of_group, along, [requests[places.index(place)] for place in of_group], own, what)
 
 
 def _exchange(
@@ -83,13 +81,8 @@ def _exchange(
                 for part, place in overlaps(each.shape, each.sharding.cuts(places[rank]), box, x):
                     yield each, part, place
 
-    sent = [
-        [
-            _box_of(each.local, part)
-            for each, part, _ in found(group.rank, [(r, place_of(sizes(r.box))) for r in of_rank])
-        ]
-        for of_rank in requests
-    ]
+    asked = [[(request, place_of(sizes(request.box))) for request in of_rank] for of_rank in requests]
+    sent = [[_box_of(each.local, part) for each, part, _ in found(group.rank, of_rank)] for of_rank in asked]
     mine = [list(found(rank, own)) for rank in range(group.size)]
     types = [[(tuple(sizes(part)), each.local.dtype) for each, part, _ in of_rank] for of_rank in mine]
     device = next(iter(slices.values())).local.device

@@ -10,6 +10,7 @@ from torchshard.distributed.memory.board import Call, Different, Stopped, call_o
 from torchshard.distributed.memory.exchanges import share, start
 from torchshard.distributed.memory.groups import reach, register
 from torchshard.distributed.memory.reductions import ReduceKind, op_text
+from torchshard.distributed.memory.regions import aligned
 from torchshard.distributed.memory.segment import Unreachable
 from torchshard.distributed.memory.stream import Calls, Numbers
 
@@ -17,5 +18,5 @@ register()
 
 __all__ = [
     "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Numbers", "ReduceKind", "Stopped", "Unreachable",
-    "call_of", "op_text", "reach", "share", "start",
+    "aligned", "call_of", "op_text", "reach", "share", "start",
 ]  # fmt: skip

@@ -128,9 +128,12 @@ def share(
         types: for each rank, the shapes and dtypes of its tensors.
         take: is called with each rank, number of a tensor, and tensor, which is valid during the call.
     """
-    own = [(tuple(shape), dtype) for shape, dtype in types[calls.board.rank]]
-    if own != [(tuple(x.shape), x.dtype) for x in sent]:
-        raise Refused(f"{what}: the tensors are not of the types {own}")
+
+    def begin() -> Exchange:
+        own = [(tuple(shape), dtype) for shape, dtype in types[calls.board.rank]]
+        if own != [(tuple(x.shape), x.dtype) for x in sent]:
+            raise Refused(f"{what}: the tensors are not of the types {own}")
+        return Exchange(calls, call_of(what), sent, finish)
 
     def finish(posts: list[Post]) -> None:
         for rank, post in enumerate(posts):
@@ -140,7 +143,7 @@ def share(
                 take(rank, number, part)
                 at += aligned(part.nbytes)
 
-    return begun(calls, lambda: Exchange(calls, call_of(what), sent, finish))
+    return begun(calls, begin)
 
 
 def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Exchange:
