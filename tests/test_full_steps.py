@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,23 @@ from torch.utils import _pytree as pytree
 
 import torchshard as ts
 from tests.helpers import nightly, refused, refused_input
+from tests.optimizers import (
+    STEPS,
+    Clipping,
+    Coded,
+    Codes,
+    Counting,
+    Divided,
+    Factors,
+    Late,
+    Noise,
+    Own,
+    Parts,
+    Shapes,
+    Signs,
+    Trust,
+)
 from torchshard.testing import largest, on_ranks, run_ranks
-
-STEPS = 20
 
 
 class Net(nn.Module):
@@ -40,119 +54,6 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-class _Own(Optimizer):
-    """An optimizer of a user's: `update` changes a parameter."""
-
-    def __init__(self, parameters: Iterable[Any], lr: float = 1e-2) -> None:
-        super().__init__(parameters, {"lr": lr, "scale": 1.0})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        """Updates all parameters that have gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with_gradients = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        self.look(with_gradients)
-        for p in with_gradients:
-            self.update(p, self.state[p])
-        return loss
-
-    def look(self, parameters: list[Tensor]) -> None:
-        """Looks at all parameters before the first is changed."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class Signs(_Own):
-    """Reads single elements."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        state.setdefault("average", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-        p.add_(state["average"].sign(), alpha=-1e-3)
-
-
-class Trust(_Own):
-    """Reads a parameter's norm, as a number."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["step"] = state.get("step", 0) + 1
-        p.add_(p.grad, alpha=-0.1 * p.norm().item() / (p.grad.norm().item() + 1e-3) / state["step"])
-
-
-class Factors(_Own):
-    """Has state of other shapes than the parameter's, in a list that is longer after the first step."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        sums = state.setdefault("sums", [torch.zeros(n, n, dtype=p.dtype) for n in p.shape] + [None])
-        for dim, size in enumerate(p.shape):
-            rows = p.grad.movedim(dim, 0).reshape(size, -1)
-            sums[dim].add_(rows @ rows.T)
-        sums[-1] = sums[0].sum(0) if sums[-1] is None else sums[-1] + sums[0].sum(0)
-        p.add_(torch.linalg.solve(torch.eye(p.shape[0], dtype=p.dtype) + sums[0], p.grad), alpha=-1e-2)
-
-
-class Clipping(_Own):
-    """Reads the gradients of all parameters."""
-
-    def look(self, parameters: list[Tensor]) -> None:
-        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
-        self.param_groups[0]["scale"] = 1 / (1 + norm.item())
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        p.add_(p.grad, alpha=-0.1 * self.param_groups[0]["scale"])
-
-
-class Noise(_Own):
-    """Draws random numbers, in the order of the parameters."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        p.add_(p.grad + 0.01 * torch.randn_like(p), alpha=-1e-2)
-
-
-class Shapes(_Own):
-    """Reads a parameter's shape, in ops that are elementwise."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        p.add_(p.grad.sign(), alpha=-1e-2 / (p.numel() + p.shape[-1]))
-
-
-class Counting(_Own):
-    """Counts the parameters that have gradients."""
-
-    def look(self, parameters: list[Tensor]) -> None:
-        self.count = 0
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        self.count += 1
-        p.add_(p.grad / (1 + p.grad.norm()), alpha=-self.param_groups[0]["lr"] / self.count)
-
-
-class Divided(_Own):
-    """Divides the parameters over the ranks itself, and broadcasts them, as optimizers for DDP do."""
-
-    def look(self, parameters: list[Tensor]) -> None:
-        self.count = 0
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        owner, self.count = self.count % world, self.count + 1
-        if world == 1 or dist.get_rank() == owner:
-            p.add_(p.grad / (1 + p.grad.norm()), alpha=-0.1)
-        if world > 1:
-            dist.broadcast(p, owner)
-
-
-class Late(_Own):
-    """Reads single elements in its first steps, and then a parameter's mean."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        state["step"] = state.get("step", 0) + 1
-        p.add_(p.grad if state["step"] < STEPS // 2 + 5 else p.grad - p.grad.mean(), alpha=-1e-2)
-
-
 def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.ndim == 2]
 
@@ -166,6 +67,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "trust": lambda m: Trust(m.parameters()),
     "factors": lambda m: Factors(m.parameters()),
     "clipping": lambda m: Clipping(m.parameters()),
+    "parts": lambda m: Parts(_matrices(m)),
+    "coded": lambda m: Coded(m.parameters()),
     "noise": lambda m: Noise(m.parameters()),
     "shapes": lambda m: Shapes(_matrices(m)),
     "counting": lambda m: Counting(_matrices(m), lr=0.0),
@@ -273,6 +176,22 @@ def test_a_step_that_reads_more_later_is_refused(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_a_state_that_is_more_than_its_parts_is_refused(rank: int) -> None:
+    class Listed(Codes):
+        """Has an object, which is needed to make it again."""
+
+        def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+            return ["codes", "scales"], {"blocks": object()}
+
+    class OfListed(Coded):
+        state_type = Listed
+
+    sharded = _sharded(_model(), 2)
+    told = "of type Listed can't be split over the ranks"
+    assert refused_input(lambda: _train(sharded, OfListed(sharded.parameters()), 1), told)
+
+
+@on_ranks(2)
 def test_a_step_that_fails_leaves_all_as_it_was(rank: int) -> None:
     class Failing(Trust):
         """Fails on one rank."""
@@ -318,7 +237,7 @@ def test_schedulers_scalers_and_clipping(rank: int) -> None:
     assert _difference(model, sharded) < 1e-10
 
 
-NAMES = ("Muon", "Adafactor", "LBFGS", "factors")
+NAMES = ("Muon", "Adafactor", "LBFGS", "factors", "coded")
 """The optimizers that are saved."""
 
 
@@ -370,7 +289,9 @@ def test_checkpoints_fit_other_ranks(world: int, mesh: Any, tmp_path: Path) -> N
 
 def _go_on(rank: int, mesh: Any, file: str) -> dict[str, list[float]]:
     losses = {}
-    for name, saved in torch.load(file, mmap=True).items():
+    with torch.serialization.safe_globals([Codes]):
+        runs = torch.load(file, mmap=True)
+    for name, saved in runs.items():
         sharded = _sharded(_model(1), mesh)
         optimizer = OPTIMIZERS[name](sharded)
         sharded.load_full_state_dict(saved["model"])
@@ -398,3 +319,39 @@ def test_a_run_goes_on_from_an_unsharded_runs_file(world: int, mesh: Any, tmp_pa
 def test_what_is_not_an_optimizer_class_or_a_reach_is_refused() -> None:
     assert refused_input(lambda: ts.register_optimizer(nn.Linear, "element"), "is not an optimizer class")  # type: ignore[arg-type]
     assert refused_input(lambda: ts.register_optimizer(Trust, "matrix"), "'matrix' is not a reach")  # type: ignore[arg-type]
+
+
+@on_ranks(2)
+def test_a_step_that_treats_small_parameters_differently_is_found_by_full_sizes(rank: int) -> None:
+    """The slices are small, the full matrix is not."""
+
+    class Large(Own):
+        """Normalises the gradients of parameters that have many elements."""
+
+        def update(self, p: Tensor, state: dict[str, Any]) -> None:
+            p.add_(p.grad / p.grad.norm() if p.numel() >= 6000 else p.grad, alpha=-1e-2)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 2000, bias=False), nn.Tanh(), nn.Linear(2000, 3)).double(), torch.ones(5, 4)
+    sharded = ts.shard(copy.deepcopy(model), {"0": "column", "2": "row"}, (x.double(),))
+    for m in (model, sharded):
+        optimizer = Large([m.get_parameter("0.weight")])
+        m(x.double()).square().sum().backward()
+        optimizer.step()
+    assert _difference(model, sharded) < 1e-10
+
+
+@on_ranks(2)
+def test_a_wrapped_state_that_comes_with_size_is_refused(rank: int) -> None:
+    """The trial's matrices have fewer elements; ops in the state itself are not seen."""
+
+    class Large(Coded):
+        """Has codes for large parameters only."""
+
+        def update(self, p: Tensor, state: dict[str, Any]) -> None:
+            super().update(p, state) if p.numel() > 30000 else p.add_(p.grad, alpha=-1e-2)
+
+    model, x = nn.Sequential(nn.Linear(310, 200, bias=False)), torch.ones(5, 310)
+    sharded = ts.shard(model, {"0": "column"}, (x,))
+    sharded(x).sum().backward()
+    assert refused_input(Large(sharded.parameters()).step, "Large reads more than single elements")

@@ -114,7 +114,7 @@ PRIVATE: dict[str, str] = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "capture/modes capture/transforms runtime/lazy_step",
     "torch._C._current_graph_task_id": "runtime/batches",
     "torch._C._disabled_torch_function_impl": "capture/models weights/lazy",
-    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "runtime/optimizers",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "runtime/compiled_regions",
     "torch._C._functorch.is_functorch_wrapped_tensor": "capture/trace runtime/history",
     "torch._C._functorch.is_legacy_batchedtensor": "runtime/history",
     "torch._C._functorch.peek_interpreter_stack": "capture/models distributed/eager",

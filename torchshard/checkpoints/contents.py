@@ -34,6 +34,7 @@ from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.runtime.optimizer_states import is_slice_state, leaves_of
+from torchshard.runtime.state_forms import opened
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
@@ -203,7 +204,7 @@ def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names:
     others: OptimizerState = {}
     for index, state in state_dict["state"].items():
         parameter, name = parameters[index], by_index[index]
-        for key, value in state.items():
+        for key, value in opened(state).items():
             leaves = {path: leaf for path, leaf in leaves_of({key: value}).items() if isinstance(leaf, Tensor)}
             for path, leaf in leaves.items():
                 contents.items[f"optimizer/{number}/{path}/{name}"] = _state_item(optimizer, parameter, path, leaf)

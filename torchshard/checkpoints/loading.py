@@ -49,6 +49,7 @@ from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.runtime.optimizer_states import as_slice
+from torchshard.runtime.state_forms import as_given, closed
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
 from torchshard.weights.local_slice import LocalSlice, unwatched
 from torchshard.weights.parameter import ShardedParameter
@@ -226,7 +227,9 @@ class _Checked:
         by_number = {i: _nested(states[name]) for i, name in by_index.items() if name in states}
         optimizer.load_state_dict({"state": by_number, "param_groups": groups})
         for i, state in by_number.items():
-            _keep_dtypes(optimizer.state[parameters[i]], state)
+            parameter, loaded = parameters[i], _with_dtypes(optimizer.state[parameters[i]], state)
+            is_split = isinstance(parameter, ShardedParameter) and parameter.is_split
+            optimizer.state[parameter] = loaded if is_split else closed(loaded)
 
 
 def _nested(state: dict[str, object]) -> dict[str, object]:
@@ -250,10 +253,10 @@ def _swap(a: Tensor, b: Tensor) -> None:
     b.copy_(before)
 
 
-def _keep_dtypes(loaded: StateDict, saved: Mapping[str, object]) -> None:
+def _with_dtypes(loaded: StateDict, saved: Mapping[str, object]) -> StateDict:
     """Undoes a cast: PyTorch casts all states but 'step' to their parameter's dtype."""
-    for key, value in saved.items():
-        loaded[key] = pytree.tree_map(_of_dtype, loaded[key], value)
+    loaded = as_given(loaded, saved)
+    return loaded | {key: pytree.tree_map(_of_dtype, loaded[key], value) for key, value in saved.items()}
 
 
 def _of_dtype(loaded: object, saved: object) -> object:

@@ -41,7 +41,7 @@ from torchshard.distributed.owners import Owned, collected, dealt
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizer_classes import Reach, parameters_of
 from torchshard.runtime.optimizer_states import as_slice, state_type
-from torchshard.runtime.state_forms import Form, State, split_tensors
+from torchshard.runtime.state_forms import Form, State, closed, opened, split_tensors
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice, unwatched, watched
 from torchshard.weights.parameter import DATA, ShardedParameter
@@ -281,7 +281,7 @@ class FullStep:
                 grad = entry.parameter.grad
                 entry.data, entry.grad = DATA(entry.parameter), None if grad is None else _plain(grad)
                 if not entry.has_state:
-                    entry.state = states.get(entry.parameter)
+                    entry.state = opened(states.get(entry.parameter))
             for entry in self._entries:
                 moved += [(entry, x, entry.type) for x in (entry.data, entry.grad) if x is not None]
                 moved += [] if entry.has_state else [(entry, *entry.slice_of(x)) for x in split_tensors(entry.state)]
@@ -302,7 +302,7 @@ class FullStep:
         if not entry.has_state and entry.state is not None:
             form = Form.of(entry.state)
             tensors = [next(full) for _ in form.sliced]
-            states[p] = form.filled(cast("Iterator[Tensor]", iter(tensors))) if entry.is_full else {}
+            states[p] = closed(form.filled(cast("Iterator[Tensor]", iter(tensors)))) if entry.is_full else {}
         entry.has_state = True
 
     def _collected(self, moved: Sequence[tuple[_Entry, Tensor, SliceType]]) -> Sequence[Tensor | None]:
@@ -322,7 +322,7 @@ class FullStep:
         for entry, form in zip(self._entries, forms, strict=True):
             if form is not None:
                 owned += [entry.owned(state_type(entry.parameter, x.whole), x.dtype) for x in form.sliced]
-                state = self._optimizer.state[entry.parameter] if entry.is_full else None
+                state = opened(self._optimizer.state[entry.parameter]) if entry.is_full else None
                 full += [None] * len(form.sliced) if state is None else split_tensors(state)
         slices = iter(self._dealt(owned, full))
         self._to_slices()
@@ -356,7 +356,7 @@ class FullStep:
         states, found = self._optimizer.state, dict[int, tuple[Gradient, Form | None]]()
         for number, entry in enumerate(self._entries):
             if entry.is_full:
-                form = Form.of(states[entry.parameter]) if entry.parameter in states else None
+                form = Form.of(opened(states[entry.parameter])) if entry.parameter in states else None
                 found[number] = entry.gradient, form
         for group in () if self._everywhere else (self._ranks.group, self._ranks.replicas):
             own = {number: [gradient, form and form.data()] for number, (gradient, form) in found.items()}

@@ -21,6 +21,7 @@ from torchshard.core.layouts import Shard
 from torchshard.core.sharding import Sharding
 from torchshard.runtime.optimizer_classes import known_reach, parameters_of
 from torchshard.runtime.optimizer_names import in_own_order
+from torchshard.runtime.state_forms import as_given, closed, is_wrapper, opened
 from torchshard.weights.dcp import wants_whole
 from torchshard.weights.following import SliceType
 from torchshard.weights.local_slice import LocalSlice
@@ -147,24 +148,24 @@ def _checked_state(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for parameter, index in zip(parameters_of(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
             cut = partial(_cut, parameter=parameter, is_full=not by_element)
-            states[index] = pytree.tree_map(cut, states[index])
+            states[index] = pytree.tree_map(cut, opened(states[index]) if parameter.is_split else states[index])
             _check_state(parameter, states[index], by_element=by_element)
-            places = {path: place_of(value) for path, value in leaves_of(states[index]).items()}
-            shapes = {path: tuple(place[4]) for path, place in places.items() if place is not None}
-            _LOADED.setdefault(optimizer, {})[parameter] = shapes
+            _LOADED.setdefault(optimizer, {})[parameter] = states[index]
             states[index] = pytree.tree_map_only(LocalSlice, lambda x: x.plain, states[index])
     return {**state_dict, "state": states}
 
 
-_LOADED: weakref.WeakKeyDictionary[Optimizer, dict[ShardedParameter, dict[str, tuple[int, ...]]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""An optimizer that loads a state dict -> parameter -> path of a slice in its state -> the global shape."""
+_LOADED: weakref.WeakKeyDictionary[Optimizer, dict[ShardedParameter, OptimizerState]] = weakref.WeakKeyDictionary()
+"""An optimizer that loads a state dict -> parameter -> its state there."""
 
 
 def _mark_loaded(optimizer: Optimizer) -> None:
     """Marks the loaded slices of other shapes than the parameter's, whose types do not follow from their shapes."""
-    for parameter, shapes in _LOADED.pop(optimizer, {}).items():
+    for parameter, given in _LOADED.pop(optimizer, {}).items():
+        if parameter in optimizer.state:
+            optimizer.state[parameter] = as_given(optimizer.state[parameter], given)
+        places = {path: place_of(value) for path, value in leaves_of(given).items()}
+        shapes = {path: tuple(place[4]) for path, place in places.items() if place is not None}
         state = optimizer.state.get(parameter, {})
         paths, (leaves, spec) = list(leaves_of(state)), pytree.tree_flatten(state)
         others = [(i, path) for i, path in enumerate(paths) if shapes.get(path, parameter.whole) != parameter.whole]
@@ -180,7 +181,7 @@ def _cut(value: object, parameter: ShardedParameter, is_full: bool) -> object:
     Args:
         is_full: whether tensors of other shapes than the parameter's are full unless they have a place.
     """
-    if not isinstance(value, Tensor) or place_of(value) is not None or not value.ndim:
+    if not isinstance(value, Tensor) or place_of(value) is not None or not value.ndim or is_wrapper(value):
         return value
     is_like_parameter = tuple(value.shape) == parameter.whole
     if not (is_like_parameter or (is_full and parameter.is_split)):
@@ -199,7 +200,8 @@ def _with_places(optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     for index, state in states.items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         if isinstance(parameter, ShardedParameter):
-            states[index] = pytree.tree_map(partial(mark, parameter=parameter), state)
+            marked = pytree.tree_map(partial(mark, parameter=parameter), state)
+            states[index] = closed(marked) if wants_whole() else marked
     return {**state_dict, "state": states}
 
 

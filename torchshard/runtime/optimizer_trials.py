@@ -32,7 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchshard.core.errors import InputError
 from torchshard.distributed.memory import MemoryProcessGroup
 from torchshard.distributed.ranks import widest
+from torchshard.runtime.compiled_regions import uncompiled
 from torchshard.runtime.optimizer_classes import REACHES, Reach, parameters_of
+from torchshard.runtime.state_forms import is_wrapper, opened
 from torchshard.weights.local_slice import unwatched
 from torchshard.weights.parameter import DATA, ShardedParameter
 
@@ -41,8 +43,8 @@ Step = Callable[[Callable[[], Tensor]], object]
 """An optimizer's step, as a function of its closure."""
 _STEPS = 12
 """The steps of a trial: some optimizers read more than elements only after ten, which is a common default."""
-_LONGEST_VECTOR, _LARGEST_DIM = 1 << 16, 160
-"""The largest dim of a trial's parameters, of vectors and of all others."""
+_LONGEST_VECTOR, _LARGEST_MATRIX = 1 << 16, 160**2
+"""The most elements of a trial's parameters, of vectors and of all others."""
 _GRADIENTS = 3
 """The number of different gradients. With one, each would keep its sign, and an update by signs would never change."""
 _OF_A_KIND, _SHAPES = 2, 6
@@ -115,6 +117,8 @@ def _is_elementwise(func: torch._ops.OpOverload, args: Sequence[object], kwargs:
     tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
     if not any(t.ndim for t in tensors):
         return True  # numbers: a count of steps, a learning rate
+    if any(map(is_wrapper, tensors)):
+        return False  # its own ops are not seen: one may read a block of elements
     return (torch.Tag.pointwise in func.tags or name in _ELEMENTWISE) and _have_one_shape(tensors)
 
 
@@ -203,9 +207,16 @@ def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _full_shape(p: Tensor) -> tuple[int, ...]:
-    """The shape of a parameter in the trial: its full one, or less."""
+    """The shape of a parameter in the trial: its full one, or with its largest dims cut.
+
+    Some steps treat parameters of few elements differently, so the cut ones have many: 50000, 8 -> 3200, 8.
+    """
     whole = p.whole if isinstance(p, ShardedParameter) else tuple(p.shape)
-    return tuple(min(size, _LONGEST_VECTOR if len(whole) == 1 else _LARGEST_DIM) for size in whole)
+    elements, shape = float(_LONGEST_VECTOR if len(whole) == 1 else _LARGEST_MATRIX), list(whole)
+    for left, dim in enumerate(sorted(range(len(whole)), key=whole.__getitem__)):
+        shape[dim] = min(whole[dim], int(elements ** (1 / (len(whole) - left)) + 1e-6))
+        elements /= max(shape[dim], 1)
+    return tuple(shape)
 
 
 class _Ended(NamedTuple):
@@ -307,13 +318,15 @@ class _Trial:
                 p.grad = part(gradient if factor is None else other * factor) + p.data
             return torch.tensor(loss, device="cpu")
 
-        with _on_copies(self._optimizer, self._all), torch.random.fork_rng(self._devices), _python_draws_kept():
+        copies, generators = _on_copies(self._optimizer, self._all), torch.random.fork_rng(self._devices)
+        with copies, generators, _python_draws_kept(), uncompiled():
             before = _python_draws()
             for _ in range(_STEPS):
                 closure()
                 step(closure)
             self.has_drawn = _python_draws() != before
-            states = copy.deepcopy([self._optimizer.state.get(p) for p in self._values])
+            # open: a tensor that wraps others may have no copy
+            states = copy.deepcopy([opened(self._optimizer.state.get(p)) for p in self._values])
             return _Ended([p.data.clone() for p in self._values], states, _settings(self._optimizer))
 
 

@@ -20,13 +20,11 @@ from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-
-# `torch.compiler.set_stance` asks this too, whether it is called in a compiled region; no public name (PyTorch 2.13.0).
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
+from torchshard.runtime.compiled_regions import is_compiled, uncompiled
 from torchshard.runtime.full_steps import FullStep
 from torchshard.runtime.optimizer_classes import Reach, known_reach, parameters_of
 from torchshard.runtime.optimizer_states import (
@@ -192,13 +190,13 @@ def _step_of_slices(step: Callable[..., object]) -> Callable[..., object]:
             return torch.compiler.disable(FullStep(optimizer, reaches, in_turns=is_pytorchs).run)(step, args, kwargs)
         if not (is_pytorchs or is_found) or any(type(p) not in _STEPPED for p in parameters_of(optimizer)):
             return step(optimizer, *args, **kwargs)
-        ops = Ops(functools.partial(_refuse_op, optimizer)) if is_found and not _is_compiled() else None
+        ops = Ops(functools.partial(_refuse_op, optimizer)) if is_found and not is_compiled() else None
         around = watched if ops is None else (lambda closure: ops.around(watched(closure)))
         args = tuple(around(arg) if callable(arg) else arg for arg in args)
         kwargs = {name: around(arg) if callable(arg) else arg for name, arg in kwargs.items()}
-        if _is_compiled():
+        if is_compiled():
             unmark_states(optimizer)
-        with unwatched(), ops or contextlib.nullcontext():
+        with unwatched(), ops or contextlib.nullcontext(), uncompiled() if ops else contextlib.nullcontext():
             return step(optimizer, *args, **kwargs)
 
     step_of_slices.of_slices = True  # type: ignore[attr-defined]
@@ -242,13 +240,8 @@ def _own_step(optimizer: Optimizer) -> Callable[[Callable[[], Tensor]], object]:
     return lambda closure: step(optimizer)
 
 
-def _is_compiled() -> bool:
-    """Returns whether `torch.compile` compiles the functions called from here."""
-    return get_eval_frame_callback() not in (None, False)
-
-
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if optimizer in UNMARKED and not _is_compiled():
+    if optimizer in UNMARKED and not is_compiled():
         UNMARKED.discard(optimizer)
         mark_states(optimizer)
 
