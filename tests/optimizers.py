@@ -151,7 +151,10 @@ class Coded(Own):
     state_type: type[Codes]
 
     def update(self, p: Tensor, state: dict[str, Any]) -> None:
-        average = state.setdefault("average", self.state_type.of(torch.zeros_like(p)))
+        if not state:
+            codes, scales = torch.zeros(p.shape, dtype=torch.int8), torch.zeros(p.numel() // 4, dtype=p.dtype)
+            state["average"] = self.state_type(codes, scales, p.dtype)
+        average = state["average"]
         average.copy_(torch.lerp(average, p.grad, 0.1))
         p.add_(average * -0.1)
 
