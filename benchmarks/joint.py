@@ -107,7 +107,7 @@ class Case:
         """A model with the plan that is found axis by axis."""
         draw = random.Random(self.seed)
         model, axes = Drawn(draw), read_mesh(self.mesh)
-        call, batch = whole_batch(flatten_call(model, (model.example(draw),), {}), axes.parts)
+        call, batch = whole_batch(flatten_call(model, (model.example(draw),), {}), axes)
         args, kwargs = call.rebuild(call.tensors)
         aim = read_aim({"machine": self.machine}, "cpu")
         constraints = read_constraints(ModelFacts.of(model), "auto", axes, aim)

@@ -93,8 +93,7 @@ def check(
             attempt='the objective without mode; the plan may be what plan(..., objective={"mode": "infer"}) returns',
         )
     constraints = read_constraints(ModelFacts.of(reference), plan, ranks, aim)
-    parts = constraints.batch_parts
-    inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
+    inputs = divided_batch(reference, args, kwargs, constraints.mesh)
     try:
         compiled = program(reference, constraints, args, kwargs, batches=inputs)
     except CaptureError:

@@ -21,10 +21,9 @@ from torchshard.checking.compare import Results, gradients
 from torchshard.checking.rounding import Nudges, nudged
 from torchshard.checking.running import Execute
 from torchshard.core.autocast import autocasting
-from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Mesh, Place
 from torchshard.core.sharding import UNSHARDED, Sharding
-from torchshard.ir.graph import is_tensor, result_layouts, results_of
 
 T = TypeVar("T")
 ALONE = Mesh(())
@@ -76,18 +75,6 @@ def _own_cotangent(output: Tensor, number: int, shardings: Sequence[Sharding], p
     return sharding.local(cotangent(output.new_empty(shape), number), place)
 
 
-def output_shardings(local: fx.GraphModule, mesh: Mesh) -> list[Sharding]:
-    """The shardings of the tensors among a localized graph's results; empty if all are full.
-
-    Of several axes, all but the last split the batch.
-    """
-    results = zip(results_of(local.graph), result_layouts(local.graph), strict=True)
-    layouts = [layout for result, layout in results if is_tensor(result)]
-    if all(layout == I for layout in layouts):
-        return []
-    return [Sharding.of(*((axis, layout) for axis in mesh.axes[:-1] or mesh.axes)) for layout in layouts]
-
-
 def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
     """Runs a copy of the model, so that the user's gradients and buffers stay as they are.
 
@@ -123,6 +110,7 @@ class Run:
         *,
         mesh: Mesh,
         shardings: Mapping[str, Sharding] = MappingProxyType({}),
+        of_results: Sequence[Sharding] = (),
         watched: bool = False,
         execute: Execute | None = None,
     ) -> None:
@@ -133,6 +121,7 @@ class Run:
             states: per rank, parameters, buffers and constants by all their names.
             mesh: the mesh of the ranks.
             shardings: the shardings of the call's tensors.
+            of_results: the shardings of the tensors among the results; by default all are full.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
             execute: runs the step; by default, `graphs` run in lockstep under PyTorch's autograd.
@@ -143,7 +132,7 @@ class Run:
             {n: leaf(shardings.get(n, UNSHARDED).local(t, place)) for n, t in call.named_tensors}
             for place in mesh.places()
         ]
-        self.output_shardings = output_shardings(graphs[0], mesh) if mesh.axes else []
+        self.output_shardings = of_results
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []

@@ -20,10 +20,10 @@ from torchshard.checking.running import Execute, NoBackwardError, inference, tra
 from torchshard.checking.steps import ALONE, Run, unsharded
 from torchshard.compiler.program import Program
 from torchshard.core.errors import in_short
-from torchshard.core.mesh import Mesh, Place
+from torchshard.core.mesh import Place
 from torchshard.core.rng_states import RngStates, rng_states, set_rng_states
 from torchshard.core.sharding import Sharding
-from torchshard.ir.graph import is_float
+from torchshard.ir.graph import is_float, is_tensor, results_of
 from torchshard.passes import has_backward
 from torchshard.runtime.step import with_direct_collectives
 from torchshard.weights.materialize import local_state
@@ -74,19 +74,19 @@ class Trial:
 
     def whole(self, nudges: Nudges | None = None, *, watched: bool = False) -> Run:
         """Runs the captured, unsharded graph."""
-        return self._run(self._in_own_dtype([self.captured.graph]), {}, ALONE, nudges, watched=watched)
+        return self._run(self._in_own_dtype([self.captured.graph]), None, nudges, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], made: Program, *, watched: bool = False) -> Run:
         """Runs the graphs of all ranks of a program under PyTorch's autograd, as the first call of training does."""
         graphs = [with_direct_collectives(graph) for graph in self._in_own_dtype(graphs)]
-        return self._run(graphs, made.held, made.mesh, watched=watched)
+        return self._run(graphs, made, watched=watched)
 
     def without_gradients(self, graphs: list[fx.GraphModule], made: Program) -> Run:
         """Runs the graphs of all ranks as calls without gradients do."""
         graphs = self._in_own_dtype(graphs)
         with _default_dtype(self.dtype):
             execute = inference(graphs)
-        return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)
+        return self._run(graphs, made, watched=False, execute=execute)
 
     def by_graphs(self, graphs: list[fx.GraphModule], made: Program) -> Run | None:
         """Runs the ranks' graphs of forward and backward, as later calls of training do, if they exist."""
@@ -100,7 +100,7 @@ class Trial:
             log.warning("no graph of the backward: %s; only autograd's backward is compared", in_short(error))
             return None
         try:
-            return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)
+            return self._run(graphs, made, watched=False, execute=execute)
         except NoBackwardError:
             return None
 
@@ -111,18 +111,29 @@ class Trial:
     def _run(
         self,
         graphs: list[fx.GraphModule],
-        shardings: Mapping[str, Sharding],
-        mesh: Mesh,
+        made: Program | None,
         nudges: Nudges | None = None,
         *,
         watched: bool,
         execute: Execute | None = None,
     ) -> Run:
         set_rng_states(self.seed)
+        shardings, mesh = ({}, ALONE) if made is None else (made.held, made.mesh)
+        results = results_of(graphs[0].graph)
+        of_each = [] if made is None else zip(results, made.sharding_of_results(graphs[0]), strict=True)
+        of_results = [sharding for result, sharding in of_each if is_tensor(result)]
         states = [self._state(shardings, place) for place in mesh.places()]
         with _default_dtype(self.dtype):
             return Run(
-                graphs, states, self.call, nudges, mesh=mesh, shardings=shardings, watched=watched, execute=execute
+                graphs,
+                states,
+                self.call,
+                nudges,
+                mesh=mesh,
+                shardings=shardings,
+                of_results=of_results,
+                watched=watched,
+                execute=execute,
             )
 
     def _state(self, shardings: Mapping[str, Sharding], place: Place) -> dict[str, Tensor]:

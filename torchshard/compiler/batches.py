@@ -1,23 +1,28 @@
-"""Calls with a batch split across ranks: captured for the full batch, run by each rank on its part."""
+"""Calls with a batch or sequence split across ranks: captured for all of it, run by each rank on its part."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from torchshard.capture import Leaves, flatten_call, look_like
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import BATCH, Layout, Shard
+from torchshard.core.layouts import BATCH, SEQUENCE, Layout, Shard
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.user_files import warn
+
+SplitDims: TypeAlias = Mapping[str, tuple[int, ...]]
+"""Name of a call's tensor -> its dims that the ranks split: the batch, the sequence, or both."""
 
 
 def whole_batch(
-    inputs: Leaves, ranks: int, whole: Collection[str] = (), known: dict[str, bool] | None = None
-) -> tuple[Leaves, dict[str, Layout]]:
-    """A call's tensors with the batch extended to all ranks', on the meta device; and their layouts.
+    inputs: Leaves, mesh: Mesh, whole: Collection[str] = (), known: dict[str, bool] | None = None
+) -> tuple[Leaves, SplitDims]:
+    """A call's tensors with the sizes of all ranks' batch and sequence, on the meta device; and their split dims.
 
     Args:
         whole: the names of tensors that an earlier call has left unsplit, whatever their sizes are.
@@ -25,80 +30,107 @@ def whole_batch(
             this call's are added.
 
     Raises:
-        InputError: every tensor is a scalar, the batch is empty, or it has one element per rank and
-            another argument that needs a gradient may be batched or not.
+        InputError: no tensor has the dims, a part is empty or has one token, or the batch has one element per rank
+            and another argument that needs a gradient may be batched or not.
     """
-    batch, layouts = _batch(inputs, whole)
-    _check_part(batch, ranks)
-    known = {} if known is None else known
+    found, sizes = dict[str, tuple[int, ...]](), dict[int, int]()
+    for dim, ranks in mesh.parts_of_dims.items():
+        size, having = _along(inputs, dim, whole)
+        _check_part(dim, size, ranks)
+        names = _known_batches(inputs, size, having, {} if known is None else known) if dim == BATCH else having
+        found |= {name: (*found.get(name, ()), dim) for name in names}
+        sizes[dim] = size * ranks
+    return _with_sizes(inputs, found, sizes), found
+
+
+def _known_batches(inputs: Leaves, batch: int, names: Sequence[str], known: dict[str, bool]) -> Sequence[str]:
+    """Returns the batched ones of tensors with a first dim of the batch's size."""
     if batch > 1:
-        known.update({name: name in layouts for name, tensor in inputs.named_tensors if tensor.ndim})
-    else:
-        first, *others = layouts
-        layouts = {name: layouts[name] for name in (first, *others) if name == first or known.get(name, True)}
-        _tell_of_guesses(inputs, [name for name in others if name not in known])
-    return _with_batch(inputs, layouts, batch * ranks), layouts
+        known.update({name: name in names for name, tensor in inputs.named_tensors if tensor.ndim})
+        return names
+    first, *others = names
+    _tell_of_guesses(inputs, [name for name in others if name not in known])
+    return [first, *(name for name in others if known.get(name, True))]
 
 
 def divided_batch(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, ranks: int
-) -> dict[str, Layout]:
-    """The layouts of the tensors of a call with the full batch.
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None, mesh: Mesh
+) -> SplitDims:
+    """The dims that ranks split of the tensors of a call with the full batch.
 
     Raises:
-        InputError: every tensor is a scalar, or the batch is empty or not divisible by the number
-            of ranks.
+        InputError: no tensor has the dims, or a size is empty or not divisible by the number of ranks.
     """
-    return layouts_of_parts(flatten_call(model, args, kwargs or {}), ranks)
+    return dims_of_parts(flatten_call(model, args, kwargs or {}), mesh)
 
 
-def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
-    """The layouts of the batched ones among a call's tensors.
+def dims_of_parts(inputs: Leaves, mesh: Mesh) -> SplitDims:
+    """The dims that ranks split of a call's tensors.
 
     Raises:
         InputError: see `divided_batch`.
     """
-    batch, layouts = _batch(inputs)
-    if batch % ranks:
-        raise InputError(
-            f"a batch of {batch} can't be divided among {ranks} ranks",
-            where=f"argument {next(iter(layouts))!r}",
-            why="each rank takes as many: the first dim is the batch of all ranks",
-            attempt=f"a batch of {ranks * max(batch // ranks, 1)}",
-        )
-    _check_part(batch // ranks, ranks)
-    return layouts
+    found = dict[str, tuple[int, ...]]()
+    for dim, ranks in mesh.parts_of_dims.items():
+        size, names = _along(inputs, dim)
+        if size % ranks:
+            raise InputError(
+                f"a {_NAMES[dim]} of {size} can't be divided among {ranks} ranks",
+                where=f"argument {names[0]!r}",
+                why=f"each rank takes as many: the {_ORDINALS[dim]} dim is the {_NAMES[dim]} of all ranks",
+                attempt=f"a {_NAMES[dim]} of {ranks * max(size // ranks, 1)}",
+            )
+        _check_part(dim, size // ranks, ranks)
+        found |= {name: (*found.get(name, ()), dim) for name in names}
+    return found
 
 
-def _batch(inputs: Leaves, whole: Collection[str] = ()) -> tuple[int, dict[str, Layout]]:
-    """The size of the batch, and the layouts of the batched tensors.
+def over(axis: MeshAxis, dims: SplitDims) -> dict[str, Layout]:
+    """The layouts over an axis of the tensors that its ranks split."""
+    return {name: Shard(axis.dim) for name, split in dims.items() if axis.dim in split}
 
-    The first dim of the first tensor is the batch; all other tensors with a first dim of that size
-    are batched too.
+
+_NAMES: Mapping[int, str] = {BATCH: "batch", SEQUENCE: "sequence"}
+_ORDINALS: Mapping[int, str] = {BATCH: "first", SEQUENCE: "second"}
+
+
+def _along(inputs: Leaves, dim: int, whole: Collection[str] = ()) -> tuple[int, list[str]]:
+    """The size of the batch or sequence, and the names of the tensors that have it.
+
+    It is the dim of the first tensor that has as many; all other tensors with a dim of that size at
+    the same place have it too.
 
     Raises:
-        InputError: every tensor is a scalar.
+        InputError: no tensor has the dim.
     """
-    divided = [(name, tensor) for name, tensor in inputs.named_tensors if tensor.ndim and name not in whole]
+    divided = [(name, tensor) for name, tensor in inputs.named_tensors if tensor.ndim > dim and name not in whole]
     first = next((tensor for _, tensor in divided), None)
     if first is None:
         raise InputError(
-            "the call has no batch",
+            f"the call has no {_NAMES[dim]}",
             where="the arguments",
-            why="the ranks divide the first dim of the first tensor, and no tensor among the arguments has a dim",
-            attempt="the batch as a tensor: model(ids)",
+            why=f"the ranks divide the {_ORDINALS[dim]} dim of the first tensor that has one, and no tensor among the "
+            "arguments has",
+            attempt=f"the {_NAMES[dim]} as a tensor: model(ids)",
         )
-    batch = first.shape[BATCH]
-    return batch, {name: Shard(BATCH) for name, tensor in divided if tensor.shape[BATCH] == batch}
+    size = first.shape[dim]
+    return size, [name for name, tensor in divided if tensor.shape[dim] == size]
 
 
-def _check_part(size: int, ranks: int) -> None:
+def _check_part(dim: int, size: int, ranks: int) -> None:
     if not size:
         raise InputError(
-            "a rank's part of the batch is empty",
+            f"a rank's part of the {_NAMES[dim]} is empty",
             where="the arguments",
-            why="the first dim of the first tensor is the batch",
+            why=f"the {_ORDINALS[dim]} dim of the first tensor is the {_NAMES[dim]}",
             attempt=f"one element or more for each rank, {ranks} in all",
+        )
+    if dim == SEQUENCE and size == 1:
+        raise InputError(
+            "a rank's part of the sequence is one token",
+            where="the arguments",
+            why="the ranks split the sequence, so a decode step has no part for each",
+            attempt=f"two tokens or more for each rank, {2 * ranks} in all",
         )
 
 
@@ -121,16 +153,16 @@ def _tell_of_guesses(inputs: Leaves, guessed: Collection[str]) -> None:
         warn(f"{names} count as parts of the batch: {why}. example_inputs= with two elements for each rank decide it")
 
 
-def _with_batch(inputs: Leaves, layouts: Mapping[str, Layout], batch: int) -> Leaves:
-    """The call's tensors, with batched tensors resized to `batch` on the meta device."""
+def _with_sizes(inputs: Leaves, dims: SplitDims, sizes: Mapping[int, int]) -> Leaves:
+    """The call's tensors, with split ones resized to the sizes of all ranks, on the meta device."""
 
-    def resized(tensor: Tensor) -> Tensor:
-        shape = [batch if dim == BATCH else size for dim, size in enumerate(tensor.shape)]
+    def resized(tensor: Tensor, split: tuple[int, ...]) -> Tensor:
+        shape = [sizes[dim] if dim in split else size for dim, size in enumerate(tensor.shape)]
         order = list(range(tensor.ndim))
         if not tensor.is_contiguous():  # forward may read the strides of its inputs
             order.sort(key=tensor.stride, reverse=True)
         made = torch.empty_permuted(shape, order, dtype=tensor.dtype, device="meta")
         return look_like(tensor, made).requires_grad_(tensor.requires_grad)
 
-    tensors = tuple(resized(tensor) if name in layouts else tensor for name, tensor in inputs.named_tensors)
+    tensors = tuple(resized(t, dims[name]) if name in dims else t for name, t in inputs.named_tensors)
     return replace(inputs, tensors=tensors)

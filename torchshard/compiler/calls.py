@@ -20,7 +20,6 @@ from torchshard.compiler.prepare import prepared
 from torchshard.compiler.program import Program, asked_again, program
 from torchshard.compiler.question import Question
 from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Holds, Mesh
 from torchshard.ir.data import graph_data, graph_from
 from torchshard.ir.sizes import equal_sizes
@@ -56,15 +55,16 @@ def plan_call(
     constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
     constraints = replace(constraints, steady=not aim.trains)
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
-        args, layouts = tuple(args), dict[str, Layout]()
+        args, dims = tuple(args), dict[str, tuple[int, ...]]()
         if constraints.batch_parts:
             call = flatten_call(model, args, kwargs or {})
             if whole_batch:
-                layouts = batches.layouts_of_parts(call, constraints.batch_parts)
+                dims = dict(batches.dims_of_parts(call, constraints.mesh))
             else:
-                call, layouts = batches.whole_batch(call, constraints.batch_parts)
+                call, found = batches.whole_batch(call, constraints.mesh)
+                dims = dict(found)
                 args, kwargs = call.rebuild(call.tensors)
-        made = program(model, constraints, args, kwargs, batches=layouts, replaced=replaced, repeating=True)
+        made = program(model, constraints, args, kwargs, batches=dims, replaced=replaced, repeating=True)
         return made.priced(with_memory=with_memory)
 
 
@@ -128,14 +128,13 @@ class _Call:
         Raises:
             InputError, PlanError: the batch can't be divided, or no plan fits.
         """
-        parts = constraints.batch_parts
-        layouts = batches.layouts_of_parts(self._leaves, parts) if parts else {}
+        dims = batches.dims_of_parts(self._leaves, constraints.mesh)
         if not self._graph:
             model, args, kwargs = self._call
-            return program(model, constraints, args, kwargs, batches=layouts, repeating=True)
+            return program(model, constraints, args, kwargs, batches=dims, repeating=True)
         graph, _ = graph_from(json.loads(self._graph))
         graph.meta["multiples"] = known = multiples(divided_sizes(graph.graph, constraints.divided))
-        return asked_again(Question(graph, self._facts, constraints, known, batches=layouts))
+        return asked_again(Question(graph, self._facts, constraints, known, batches=dims))
 
 
 def aim_of_meshes(model: nn.Module, plan: PlanLike, mesh: int, objective: ObjectiveLike | None) -> Aim:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import Held, memory_of_weights
-from torchshard.compiler.plan_checks import check_layouts, check_ranks, check_same_data, check_same_model
+from torchshard.compiler.plan_checks import check_layouts, check_ranks, check_same_model, check_same_use
 from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout, Shard
+from torchshard.core.layouts import SEQUENCE, I, Layout, Shard
 from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.core.units import size_text
@@ -73,7 +73,7 @@ class Constraints:
 
     @property
     def batch_parts(self) -> int:
-        """The number of ranks that the batch is split across; 0 if each rank gets the full batch."""
+        """The number of parts that a call's inputs are split into; 0 if each rank gets the full inputs."""
         return self.mesh.parts if any(axis.data for axis in self.mesh.axes) else 0
 
     @property
@@ -93,8 +93,8 @@ class Constraints:
         To stay within a memory limit, the sequence may be split even if the user did not request
         it.
         """
-        batch = {BATCH: self.batch_parts} if self.batch_parts else {}
-        if self.data:
+        batch = self.mesh.parts_of_dims
+        if self.data or SEQUENCE in batch:
             return batch
         is_limited = self.plan is None and self.aim.memory is not None and self.aim.trains
         splits_sequence = self.splits_sequence or (is_limited and not self.is_static)
@@ -158,8 +158,15 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Aim | N
             why="there is one axis of ranks",
             attempt="the objective without split",
         )
+    if aim.split != "weights" and SEQUENCE in mesh.parts_of_dims:
+        raise InputError(
+            "the sequence is split over an axis of its own",
+            where=f"split {aim.split!r} of an objective",
+            why="the ranks of the last axis can't split it too",
+            attempt="the objective without split; or a mesh without an axis that holds 'sequence'",
+        )
     if any(each.data for each in mesh.axes):
-        check_same_data(wanted, axis.data)
+        check_same_use(wanted, axis)
     check_ranks(facts, axis, wanted)
     if isinstance(wanted, Plan):
         check_same_model(facts, wanted)

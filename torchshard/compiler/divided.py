@@ -31,12 +31,17 @@ class DividedBatch:
     constraints: Constraints
     """The constraints over this axis, with layouts of parameters, buffers and batched tensors."""
     inputs: frozenset[str]
-    """The names of the call's batched tensors."""
+    """The names of the call's tensors that have the dim that this axis splits."""
     results: tuple[Layout, ...]
     """The layouts over this axis of the call's results."""
     facts: ModelFacts
     parts: int
-    """How many parts the remaining mesh axes cut this rank's batch into."""
+    """How many parts the remaining mesh axes cut this rank's part of the dim into."""
+
+    @property
+    def dim(self) -> int:
+        """The dim of the call's tensors that this axis splits."""
+        return self.constraints.axis.dim
 
     def solve(self, local: fx.GraphModule, first: AxisPlan | None = None) -> PlannedAxis:
         """Plans this axis for a rank of the earlier axes, like the rank that it follows where that is legal.
@@ -52,7 +57,7 @@ class DividedBatch:
             PlanError: the ranks of an earlier axis' collective would have its operand in different layouts.
         """
         graph, constraints = self._whole(local), replace(self.constraints, plan=first)
-        sizes = {size: number // self.parts for size, number in batch_sizes(graph, self.inputs).items()}
+        sizes = {size: number // self.parts for size, number in batch_sizes(graph, self.inputs, self.dim).items()}
         with without_garbage_collection(), sizes_as(sizes):
             solution = best_plan(graph, self.facts, constraints, is_last=self.parts == 1, is_first=False)
         if first is not None:
@@ -67,7 +72,7 @@ class DividedBatch:
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
         # a static batch size is left out: other sizes may be equal to it by chance
-        sizes = {size for size in sizes_in(graph, self.inputs) if isinstance(size, sympy.Expr)}
+        sizes = {size for size in sizes_in(graph, self.inputs, self.dim) if isinstance(size, sympy.Expr)}
         divide_batch(graph, sizes, self.results, self.constraints)
         return graph
 
@@ -94,6 +99,8 @@ def _check_settled(graph: fx.Graph, plan: AxisPlan, first: AxisPlan) -> None:
 
 def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[str, Layout]:
     """The layouts of carried values over an axis that divides the batch: a part of the batch, or replicated.
+
+    An axis that divides the sequence passes no `batches`: what is carried is replicated over it.
 
     Raises:
         InputError: a value has the batch in a dim other than the first, where the next call would look for it.
@@ -134,23 +141,23 @@ def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | N
     return next((dim for dim, size in enumerate(sizes) if size in batches), None)
 
 
-def batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
-    """Maps the dynamic sizes of the batch to the example inputs' sizes.
+def batch_sizes(graph: fx.GraphModule, batches: Collection[str], dim: int = BATCH) -> dict[sympy.Symbol, int]:
+    """Maps the dynamic sizes of the batch, or of another dim, to the example inputs' sizes.
 
     Carried values have a batch size of their own, because a call may write them in another size.
     """
-    split = batches_of(graph, batches).values()
+    split = batches_of(graph, batches, dim).values()
     return {expr: hint(size) for size in split if isinstance(expr := size_expr(size), sympy.Symbol)}
 
 
-def batches_of(graph: fx.GraphModule, batches: Collection[str]) -> dict[str, Size]:
-    """Maps the names of the call's batched tensors to their batch size."""
-    return {n.meta["path"]: n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches}
+def batches_of(graph: fx.GraphModule, batches: Collection[str], dim: int = BATCH) -> dict[str, Size]:
+    """Maps the names of the call's batched tensors to their batch size, or the size of another dim."""
+    return {n.meta["path"]: n.meta["val"].shape[dim] for n in placeholders(graph.graph) if n.meta["path"] in batches}
 
 
-def sizes_in(graph: fx.GraphModule, batches: Collection[str]) -> set[int | sympy.Expr]:
-    """The batch sizes of these tensors."""
-    return set(map(size_expr, batches_of(graph, batches).values()))
+def sizes_in(graph: fx.GraphModule, batches: Collection[str], dim: int = BATCH) -> set[int | sympy.Expr]:
+    """The batch sizes of these tensors, or their sizes of another dim."""
+    return set(map(size_expr, batches_of(graph, batches, dim).values()))
 
 
 def sizes_of_dim(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import DATA, SHORT, Data, Holds, Mesh, MeshAxis, data_names
+from torchshard.core.layouts import SEQUENCE
+from torchshard.core.mesh import DATA, SHORT, Holds, Mesh, MeshAxis, data_names
 from torchshard.core.types import is_count
 from torchshard.plans.objective import check_option
 
@@ -27,17 +29,18 @@ class DeviceMesh(Protocol):
 
 MeshLike: TypeAlias = (
     int
-    | Data
+    | Holds
     | Mapping[str, int | tuple[int, Holds]]
     | DeviceMesh
-    | tuple[DeviceMesh, Data | Mapping[str, Data]]
+    | tuple[DeviceMesh, Holds | Mapping[str, Holds]]
     | None
 )
 """The ranks, and what each axis of them splits.
 
     None                                 all ranks split the weights
     8                                    eight ranks split the weights
-    "replicate", "shard"                 all ranks split the batch; the word is one of `Data`
+    "replicate", "shard"                 all ranks split the batch; the word is one of `Holds`
+    "sequence", "sequence_shard"         all ranks split the sequence
     {"dp": (2, "shard"), "tp": 4}        axes by name, outermost first: the number of ranks, and what the axis `Holds`
     DeviceMesh                           its axes
     (DeviceMesh, {"dp": "shard"})        its axes, and what some of them hold; a word stands for all but the last
@@ -45,6 +48,8 @@ MeshLike: TypeAlias = (
 
 _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
 """Names that other libraries use for axes that split the batch."""
+_SEQUENCE_AXIS = re.compile(r"(cp|context|seq|sequence|ulysses|ring)(_|$)")
+"""Names that other libraries use for axes that split the sequence: context parallelism."""
 
 
 class _Axes(NamedTuple):
@@ -81,7 +86,9 @@ def read_mesh(mesh: MeshLike, world_size: int | None = None) -> Mesh:
                 attempt=f'mesh={{"dp": (2, "{holds}")}}' if isinstance(mesh, str) else "mesh=2",
             )
         _check_size([number], world_size)
-        return Mesh((MeshAxis(number, label="" if holds == "weights" else SHORT[DATA], holds=holds),))
+        made = MeshAxis(number, holds=holds)
+        label = "" if made.data is None else "cp" if made.dim == SEQUENCE else SHORT[DATA]
+        return Mesh((replace(made, label=label),))
     axes = _axes(mesh)
     sizes = axes.sizes
     _check_size(list(sizes.values()), world_size)
@@ -115,7 +122,10 @@ def _check_holds(holds: object) -> None:
     Raises:
         InputError: `holds` is not one of `Holds`.
     """
-    why = "the ranks split the weights; the others split the batch, with all weights or slices of them on each rank"
+    why = (
+        "the ranks split the weights; 'sequence', 'sequence_shard': the sequence; the others: the batch; "
+        "with all weights or slices of them on each rank"
+    )
     check_option("mesh", holds, Holds, "use of a mesh's axis", why)
 
 
@@ -161,16 +171,19 @@ def _axes(mesh: object) -> _Axes:
     return _Axes(sizes, holds, is_groups)
 
 
-def _of_the_batch(axes: _Axes) -> dict[str, Data]:
-    """Returns the axes that split the batch: those that hold data, by default all but the last of several.
+def _of_the_batch(axes: _Axes) -> dict[str, Holds]:
+    """Returns the axes that split a call's inputs, by default all but the last of several.
+
+    An axis named cp, or like other libraries' axes of context parallelism, by default splits the sequence.
 
     Raises:
         InputError: the last axis is named like an axis of the batch, and does not say what it holds.
     """
     names = list(axes.sizes)
+    of_sequence: dict[str, Holds] = {name: "sequence" for name in names if _SEQUENCE_AXIS.match(name)}
     if names[-1] not in axes.holds and _BATCH_AXIS.match(names[-1]):
         holds: dict[str, Holds] = {name: "replicate" for name in names if _BATCH_AXIS.match(name)}
-        holds |= axes.holds
+        holds |= of_sequence | axes.holds
         raise InputError(
             f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
             where="mesh=",
@@ -178,10 +191,11 @@ def _of_the_batch(axes: _Axes) -> dict[str, Data]:
             attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, holds)}",
         )
     if not axes.holds:
-        return dict.fromkeys(names[:-1], "replicate")
-    found = dict[str, Data]()
+        of_batch: dict[str, Holds] = dict.fromkeys(names[:-1], "replicate")
+        return {name: (of_batch | of_sequence)[name] for name in names if name in of_batch or name in of_sequence}
+    found = dict[str, Holds]()
     for name in names:
-        held = axes.holds.get(name, "weights")
+        held = (of_sequence | axes.holds).get(name, "weights")
         if held != "weights":
             found[name] = held
     return found

@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
-from torchshard.core.mesh import Data, MeshAxis
+from torchshard.core.mesh import MeshAxis
 from torchshard.plans.data import Stored
 from torchshard.plans.plan import Plan
 
 
-def check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> None:
-    """Refuses a plan made with a different `data`, and a dict of styles if the axis splits the batch.
+def check_same_use(plan: Mapping[str, object] | Plan, axis: MeshAxis) -> None:
+    """Refuses a plan of an axis with another use, and a dict of styles if the axis splits a call's inputs.
 
     Raises:
-        PlanError: the plan does not fit `data`.
+        PlanError: the plan does not fit the axis.
     """
-    if isinstance(plan, Plan) and plan.last.data != data:
+    if isinstance(plan, Plan) and plan.last.holds != axis.holds:
         raise PlanError(
             "the plan divides something else than it is asked for",
             where="the plan",
-            why=f"it was made for an axis that holds {plan.last.axis.holds!r}; here it holds {data or 'weights'!r}",
+            why=f"it was made for an axis that holds {plan.last.axis.holds!r}; here it holds {axis.holds!r}",
             attempt=f"a plan made for this mesh; or mesh={plan.world_size}, which divides as the plan does",
         )
-    if not isinstance(plan, Plan) and plan and data:
+    if not isinstance(plan, Plan) and plan and axis.data:
         raise PlanError(
-            "the ranks divide the batch, and the plan splits weights",
+            f"the ranks divide the {axis.of_inputs}, and the plan splits weights",
             where=f"plan key {next(iter(plan))!r}",
-            why=f"the ranks hold {data!r}, and there is nothing to choose: one axis of ranks is for one of the two",
+            why=f"the ranks hold {axis.holds!r}: one axis of ranks is for one of the two",
             attempt="the plan {}, or a mesh with an axis for the weights",
         )
 

@@ -12,7 +12,7 @@ from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.plan_checks import stored
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import Layout, Shard
+from torchshard.core.layouts import SEQUENCE, Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.rows import Choice
 from torchshard.custom_ops.carry import CARRY
@@ -148,7 +148,8 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     common = GraphConstraints(
         all_axes=constraints.aim.split == "all",
         dynamic=constraints.splits_sequence or constraints.data is not None,
-        weights=not constraints.data,
+        weights=not constraints.data or constraints.axis.dim == SEQUENCE,  # attention may split heads instead
+        divides=constraints.data is not None,
         optimizer=None if constraints.aim.memory is None else OPTIMIZERS[constraints.aim.optimizer],
         slices=constraints.slices,
         trains=constraints.aim.trains,

@@ -18,6 +18,7 @@ from torchshard.capture import Captured
 from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
 from torchshard.capture.signature import Leaves
+from torchshard.compiler.batches import SplitDims, over
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.divided import (
     DividedBatch,
@@ -37,12 +38,12 @@ from torchshard.compiler.prepare import prepared, timed
 from torchshard.compiler.question import Question
 from torchshard.compiler.slice_costs import priced_as_slices
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import SEQUENCE, I, Layout
+from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
 from torchshard.ir.fake_values import guards, hint, size_expr, sizes_as
-from torchshard.ir.graph import fake_mode, is_tensor, placeholders
+from torchshard.ir.graph import fake_mode, is_tensor, placeholders, result_layouts
 from torchshard.ir.sizes import call_sizes, equal_sizes
 from torchshard.passes import localized, rewrite
 from torchshard.planner.beside import beside_ops
@@ -93,6 +94,13 @@ class Program:
         axes = [(self.axis, self.plan.last.held), *((d.constraints.axis, d.constraints.fixed) for d in self.batches)]
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: Sharding.of(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
+
+    def sharding_of_results(self, local: fx.GraphModule) -> list[Sharding]:
+        """The sharding of each result of a rank's graph over the axes that split inputs."""
+        axes = [(divided.constraints.axis, divided.results) for divided in self.batches]
+        axes = axes or [(self.axis, result_layouts(local.graph))]
+        numbers = range(len(axes[0][1]))
+        return [Sharding.of(*((axis, layouts[i]) for axis, layouts in axes)) for i in numbers]
 
     def question(self) -> Mapping[str, object]:
         """The question that the plan answers, as data that JSON can write."""
@@ -188,7 +196,7 @@ def program(
     kwargs: Mapping[str, object] | None = None,
     *,
     inputs: Mapping[str, Layout] | None = None,
-    batches: Mapping[str, Layout] | None = None,
+    batches: SplitDims | None = None,
     numbers: Collection[str] = (),
     replaced: Collection[str] = (),
     repeating: bool = False,
@@ -197,7 +205,7 @@ def program(
 
     Args:
         inputs: the layouts of tensors in the arguments that earlier calls wrote, by name; all others are replicated.
-        batches: the layouts of the call's batched tensors, by name.
+        batches: the dims of the call's tensors that the mesh splits, by name.
         numbers: the places of integers in the arguments that earlier calls changed.
         replaced: the names of the call's tensors that the call is known to replace by others.
         repeating: as in `capture`.
@@ -244,30 +252,56 @@ def asked_again(question: Question) -> Program:
 def _answered(captured: Captured, question: Question) -> Program:
     graph, facts, constraints = question.graph, question.facts, question.constraints
     multiples, inputs, batches = question.multiples, question.inputs, question.batches
-    sizes = batch_sizes(graph, batches)
+    sizes = dict[sympy.Symbol, int]()
+    for dim in constraints.mesh.parts_of_dims:
+        sizes |= batch_sizes(graph, [name for name, dims in batches.items() if dim in dims], dim)
     if constraints.splits_sequence and not constraints.data and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
     split = constraints.with_inputs(inputs)
     if not constraints.batch_parts:
         return _planned(captured, facts, split)
-    left = left_layouts(captured, sizes)
-    of_batch = [
-        each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
-    ]
-    results = result_layouts_of(graph, sizes.keys() or sizes_in(graph, batches))
+    of_batch = [_of_inputs(captured, facts, each, batches) for each in constraints.of_batch]
     if not constraints.mesh.across:
-        divide_batch(graph, sizes.keys(), results, of_batch[0])
-        return _planned(captured, facts, of_batch[0])
-    # the ranks of the last axis may split the sequence, but not the batch
+        (each,) = of_batch
+        divide_batch(graph, each.sizes.keys(), each.results, each.constraints)
+        return _planned(captured, facts, each.constraints)
+    # the ranks of the last axis may split the sequence if no other axis does, but not the batch
     graph.meta["multiples"] = (multiples & sizes_of_dim(graph, SEQUENCE)).difference(sizes)
-    with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
+    parts, over_axes = dict(constraints.mesh.parts_of_dims), list[DividedBatch]()
+    with sizes_as({size: number // parts[each.dim] for each in of_batch for size, number in each.sizes.items()}):
         made = _planned(captured, facts, split)  # priced for one rank's shard of the batch
-    names = frozenset(path for path, size in batches_of(graph, batches).items() if size_expr(size) in sizes)
-    parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
-        parts //= each.axis.size
-        over_axes.append(DividedBatch(each, names, results, facts, parts))
+        parts[each.dim] //= each.constraints.axis.size
+        over_axes.append(DividedBatch(each.constraints, each.names, each.results, facts, parts[each.dim]))
     return replace(made, divided=True, batches=tuple(over_axes))
+
+
+class _OfInputs(NamedTuple):
+    """An axis that splits a call's inputs."""
+
+    constraints: Constraints
+    names: frozenset[str]
+    """The names of the inputs that it splits."""
+    sizes: Mapping[sympy.Symbol, int]
+    """The dynamic sizes that it splits, with the example's numbers."""
+    results: tuple[Layout, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dim of the inputs that it splits."""
+        return self.constraints.axis.dim
+
+
+def _of_inputs(captured: Captured, facts: ModelFacts, constraints: Constraints, batches: SplitDims) -> _OfInputs:
+    axis, graph = constraints.axis, captured.graph
+    layouts = over(axis, batches)
+    sizes = batch_sizes(graph, layouts, axis.dim)
+    left = left_layouts(captured, sizes if axis.dim == BATCH else ())
+    constraints = constraints.with_layouts(constraints.first_layouts(facts)).with_inputs(layouts, left)
+    results = result_layouts_of(graph, sizes.keys() or sizes_in(graph, layouts, axis.dim))
+    split = batches_of(graph, layouts, axis.dim).items()
+    names = frozenset(path for path, size in split if size_expr(size) in sizes)
+    return _OfInputs(constraints, names, sizes, results)
 
 
 def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:

@@ -16,6 +16,7 @@ import sympy
 from torch import fx, nn
 
 from torchshard.capture.facts import ModelFacts, TensorFacts
+from torchshard.compiler.batches import SplitDims
 from torchshard.compiler.constraints import Constraints
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, parse_layout
@@ -43,8 +44,8 @@ class Question:
     """The dynamic sizes that may be split across ranks."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The layouts of the call's tensors that earlier calls have left, by name."""
-    batches: Mapping[str, Layout] = field(default_factory=dict)
-    """The layouts of the call's batched tensors, by name."""
+    batches: SplitDims = field(default_factory=dict)
+    """The dims of the call's tensors that the mesh splits, by name."""
     equal: Equal = field(default_factory=dict)
     """Facts about the graph's sizes before planning."""
 
@@ -60,7 +61,7 @@ class Question:
             "facts": _facts_data(self.facts),
             "constraints": _constraints_data(self.constraints),
             "inputs": _texts(self.inputs),
-            "batches": _texts(self.batches),
+            "batches": {name: list(dims) for name, dims in self.batches.items()},
         }
 
 
@@ -82,7 +83,8 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
         graph.meta["multiples"] = multiples = frozenset(symbols[name] for name in data["multiples"])
         facts, constraints = _facts(data["facts"]), _constraints(data["constraints"])
         _check_parameters(graph.graph, facts)
-        return Question(graph, facts, constraints, multiples, _layouts(data["inputs"]), _layouts(data["batches"]))
+        split = {name: tuple(dims) for name, dims in data["batches"].items()}
+        return Question(graph, facts, constraints, multiples, _layouts(data["inputs"]), split)
 
 
 @contextmanager

@@ -10,7 +10,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, cast
+
+from torchshard.core.layouts import BATCH, SEQUENCE
 
 MODEL = "model"
 """The name of the model-parallel axis. Graphs use it as the group's name until a rank runs them."""
@@ -31,8 +33,11 @@ Data: TypeAlias = Literal["replicate", "shard", "shard_grad_op"]
 """How ranks that split the batch store weights. "replicate": in full, as in DDP. "shard": as
 slices, gathered for the forward and again for the backward, as in FSDP and ZeRO-3. "shard_grad_op":
 as slices gathered once, as in ZeRO-2."""
-Holds: TypeAlias = Literal["weights", "replicate", "shard", "shard_grad_op"]
-"""The use of an axis: "weights" splits the weights that ranks compute with; others split the batch."""
+Holds: TypeAlias = Literal["weights", "replicate", "shard", "shard_grad_op", "sequence", "sequence_shard"]
+"""The use of an axis: "weights" splits the weights that ranks compute with; "sequence" and "sequence_shard" split the
+sequence, and store weights as "replicate" and "shard" do; the others split the batch."""
+_STORED: Mapping[Holds, Data] = {"sequence": "replicate", "sequence_shard": "shard"}
+"""How ranks that split the sequence store weights."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,18 @@ class MeshAxis:
 
     @property
     def data(self) -> Data | None:
-        """How the ranks store weights if they split the batch; None if they split the weights."""
-        return None if self.holds == "weights" else self.holds
+        """How the ranks store weights if they split a call's inputs; None if they split the weights."""
+        return None if self.holds == "weights" else _STORED.get(self.holds, cast(Data, self.holds))
+
+    @property
+    def dim(self) -> int:
+        """The dim of a call's inputs that the ranks split: the batch, or the sequence."""
+        return SEQUENCE if self.holds in _STORED else BATCH
+
+    @property
+    def of_inputs(self) -> str:
+        """The part of a call's inputs that the ranks split: 'batch' or 'sequence'."""
+        return "sequence" if self.dim == SEQUENCE else "batch"
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
         """Returns the coordinate of a rank; `group` is its group's name, by default the axis name."""
@@ -119,8 +134,21 @@ class Mesh:
 
     @property
     def parts(self) -> int:
-        """The number of shards of the batch."""
-        return math.prod(axis.size for axis in self.axes if axis.data)
+        """The number of parts that the ranks split a call's inputs into."""
+        return math.prod(axis.size for axis in self.of_inputs)
+
+    @property
+    def of_inputs(self) -> tuple[MeshAxis, ...]:
+        """The axes that split a call's inputs, outermost first."""
+        return tuple(axis for axis in self.axes if axis.data)
+
+    @property
+    def parts_of_dims(self) -> dict[int, int]:
+        """Dim of a call's inputs -> the number of parts that it is split into."""
+        found = dict[int, int]()
+        for axis in self.of_inputs:
+            found[axis.dim] = found.get(axis.dim, 1) * axis.size
+        return found
 
     def places(self) -> list[dict[str, int]]:
         """Returns the places of all ranks, in rank order."""

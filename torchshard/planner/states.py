@@ -37,7 +37,9 @@ class GraphConstraints:
     dynamic: bool = True
     """Whether dynamic sizes divisible by the number of ranks may be split without a pin."""
     weights: bool = True
-    """Whether dims of weights may be split; if not, every op that can split the batch does."""
+    """Whether dims of weights may be split."""
+    divides: bool = False
+    """Whether every op that can split the batch, or the sequence, does."""
     optimizer: Optimizer | None = None
     """What updates the parameters; None without a memory limit: then only the bytes of weights count."""
     slices: int = 1
@@ -105,7 +107,7 @@ class States:
             return c.options[node]
         legal = self._legal(op)
         states = pinned_choices(op, c.pins[node], legal, self._ranks) if node in c.pins else self._unpinned(op, legal)
-        if not c.weights:
+        if c.divides:
             states = [choice for choice in states if choice.splits_dynamic] or states
         elif is_carried(node):  # its size grows, so the next call would slice it differently
             states = [choice for choice in states if not choice.splits_dynamic]

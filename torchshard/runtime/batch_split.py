@@ -1,16 +1,19 @@
-"""Splits a model's batch across ranks: the tensors that enter a rank's graph, and the results that leave it."""
+"""Splits a call's batch and sequence across ranks: tensors that enter a rank's graph, and results that leave."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from torchshard.capture import Leaves
-from torchshard.compiler.batches import layouts_of_parts, whole_batch
+from torchshard.compiler.batches import SplitDims, dims_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints
-from torchshard.core.layouts import Layout, Shard
+from torchshard.core.layouts import Shard
+from torchshard.core.mesh import Mesh
+from torchshard.core.sharding import Sharding
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
@@ -21,64 +24,79 @@ from torchshard.runtime.carried import is_of_all
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """The split of a model's batch; without a group all ranks compute the same batch."""
+    """The split of a model's inputs."""
 
-    group: Group | None
-    """The group that the batch is split over, or None."""
-    axes: tuple[str, ...]
-    """The names of the groups that the batch is split over."""
+    mesh: Mesh
+    ranks: Ranks
     is_whole: bool
-    """Whether each rank passes the full batch, and gets full results."""
+    """Whether each rank passes the full inputs, and gets full results."""
     _known: dict[str, bool] = field(default_factory=dict, compare=False)
     """Argument name -> whether earlier calls with more than one element per rank split it."""
 
     @staticmethod
     def of(constraints: Constraints, ranks: Ranks, *, is_whole: bool) -> BatchSplit:
         """Returns the split that a model's constraints require."""
-        if constraints.mesh.across:
-            return BatchSplit(ranks.replicas, tuple(each.axis.name for each in constraints.of_batch), is_whole)
-        if constraints.data:
-            return BatchSplit(ranks.group, (ranks.group.name,), is_whole)
-        return BatchSplit(None, (), is_whole)
+        return BatchSplit(constraints.mesh, ranks, is_whole)
 
-    def inputs(self, given: Leaves, inputs: Leaves) -> tuple[Leaves, dict[str, Layout]]:
-        """Returns a call's inputs in global shapes, and the layouts of those that are split along the batch.
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the groups that inputs are split over, outermost first; () if all ranks have the same inputs."""
+        return tuple(axis.name for axis in self.mesh.of_inputs)
+
+    @property
+    def group(self) -> Group | None:
+        """All ranks that inputs are split over; None if all ranks have the same inputs."""
+        if not self.axes:
+            return None
+        return self.ranks.replicas if self.mesh.across else self.ranks.group
+
+    def inputs(self, given: Leaves, inputs: Leaves) -> tuple[Leaves, SplitDims]:
+        """Returns a call's inputs in global shapes, and the dims of them that are split.
 
         Args:
             given: the inputs as the caller passed them.
             inputs: `given`, with a tensor of global shape and without storage for each carried slice.
         """
-        if self.group is None:
+        if not self.axes:
             return inputs, {}
         if self.is_whole:
-            return inputs, layouts_of_parts(inputs, self.group.size)
+            return inputs, dims_of_parts(inputs, self.mesh)
         whole = {name for name, tensor in given.named_tensors if is_of_all(tensor)}
-        return whole_batch(inputs, self.group.size, whole, self._known)
+        return whole_batch(inputs, self.mesh, whole, self._known)
 
     def entering(self, call: PreparedCall) -> Sequence[Tensor]:
         """Returns the tensors that a call passes to this rank's graph."""
-        if self.group is None:
+        if not self.axes:
             return call.tensors
+        shardings = {name: self._sharding(dims) for name, dims in call.batches.items()}
         named = dict(zip(call.inputs.names, call.tensors, strict=True))
-        return (own_parts if self.is_whole else entering)(named, call.batches, self.group)
+        if self.is_whole:
+            return own_parts(named, shardings, self.ranks)
+        return entering(named, {name: _parts(each) for name, each in shardings.items()})
 
     def leaving(
-        self, returned: Sequence[Argument], layouts: Sequence[Layout], count: int
+        self, returned: Sequence[Argument], shardings: Sequence[Sharding], count: int
     ) -> tuple[Sequence[Argument], Sequence[Argument], Sequence[Argument]]:
         """Returns (a call's results, the results that are equal on all ranks of the batch, the carried tensors).
 
         Args:
             returned: the values that this rank's graph returns, the results first.
-            layouts: the layout of each of them.
+            shardings: the sharding of each of them over the axes that split inputs.
             count: the number of results.
         """
-        if self.group is None:
+        if not self.axes:
             return returned[:count], returned[:count], returned[count:]
         if self.is_whole:
-            results = joined(returned[:count], layouts[:count], self.group)
+            results = joined(returned[:count], shardings[:count], self.ranks)
             return results, results, returned[count:]
-        returned = leaving(returned, layouts, self.group)
-        equal = [
-            r for r, layout in zip(returned[:count], layouts[:count], strict=True) if not isinstance(layout, Shard)
-        ]
+        returned = leaving(returned, list(map(_parts, shardings)))
+        equal = [r for r, of in zip(returned[:count], shardings[:count], strict=True) if not of.is_split]
         return returned[:count], equal, returned[count:]
+
+    def _sharding(self, dims: tuple[int, ...]) -> Sharding:
+        return Sharding.of(*((axis, Shard(axis.dim)) for axis in self.mesh.of_inputs if axis.dim in dims))
+
+
+def _parts(of: Sharding) -> int:
+    """The number of parts that a tensor is split into."""
+    return math.prod(axis.size for axis, layout in of if isinstance(layout, Shard))

@@ -28,22 +28,24 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture import describe
 from torchshard.capture.visible import visible_to
+from torchshard.compiler.batches import SplitDims
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import CaptureError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import I, Shard
 from torchshard.core.modules import named_tensors, storage_id
+from torchshard.core.sharding import Sharding
 from torchshard.core.types import Context
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.fx_types import Argument
-from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct
+from torchshard.distributed.ranks import Ranks
 from torchshard.ops import hashable
 
 _OPS = torch.ops.torchshard
 
 
 def advised_of_parts(
-    error: CaptureError, model: nn.Module, tensors: Sequence[Tensor], batches: Mapping[str, Layout]
+    error: CaptureError, model: nn.Module, tensors: Sequence[Tensor], batches: SplitDims
 ) -> CaptureError:
     """Returns a capture's error; its advice names a tensor of forward's with this rank's number of rows."""
     rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None) if batches else None
@@ -55,42 +57,49 @@ def advised_of_parts(
     return CaptureError(error.what, where=error.where, why=error.why, attempt=f"{attempt}. Otherwise {error.attempt}")
 
 
-def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
-    """Returns a call's tensors, batched ones cut to this rank's shard; gradients are gathered to the full batch."""
+def own_parts(whole: Mapping[str, Tensor], shardings: Mapping[str, Sharding], ranks: Ranks) -> list[Tensor]:
+    """Returns a call's tensors, split ones cut to this rank's shard; gradients are gathered to the full inputs."""
     found = []
     for name, tensor in whole.items():
-        layout = layouts.get(name, I)
-        if isinstance(layout, Shard):
+        for axis, layout in shardings.get(name, ()):
             args = hashable(step_args(I, layout, tensor.shape))
-            tensor = direct(_OPS.scatter.default)(tensor, *args, group.name)
+            tensor = direct(_OPS.scatter.default)(tensor, *args, ranks.groups[axis.name].name)
         found.append(tensor)
     return found
 
 
-def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
-    """Returns a call's tensors; gradients of batch shards leave the graph as gradients of the rank's own loss.
+def entering(tensors: Mapping[str, Tensor], parts: Mapping[str, int]) -> list[Tensor]:
+    """Returns a call's tensors; gradients of shards leave the graph as gradients of the rank's own loss.
 
     The `.grad` of an input that is a leaf is an exception: `backward()` accumulates the gradient of
     the full batch's loss there, like the unsharded model.
+
+    Args:
+        parts: name of a split tensor -> the number of its parts.
     """
     found = []
     for name, tensor in tensors.items():
-        if isinstance(layouts.get(name), Shard) and tensor.requires_grad:
+        ranks = parts.get(name, 1)
+        if ranks > 1 and tensor.requires_grad:
             if tensor.is_leaf:
                 edge = torch.autograd.graph.get_gradient_edge(tensor)  # keeps the node with the hook alive
-                _divide_grad(tensor, edge.node, group.size)
-            tensor = _Crossing.apply(tensor, 1, group.size, True)
+                _divide_grad(tensor, edge.node, ranks)
+            tensor = _Crossing.apply(tensor, 1, ranks, True)
         found.append(tensor)
     return found
 
 
-def leaving(results: Sequence[Argument], layouts: Sequence[Layout], group: Group) -> list[Argument]:
-    """Returns a graph's results; gradients of batch shards enter as gradients of the rank's own loss."""
+def leaving(results: Sequence[Argument], parts: Sequence[int]) -> list[Argument]:
+    """Returns a graph's results; gradients of shards enter as gradients of the rank's own loss.
+
+    Args:
+        parts: the number of parts of each result.
+    """
     found = []
-    for result, layout in zip(results, layouts, strict=True):
-        if isinstance(layout, Shard) and isinstance(result, Tensor):
+    for result, ranks in zip(results, parts, strict=True):
+        if ranks > 1 and isinstance(result, Tensor):
             if result.requires_grad:
-                result = _Crossing.apply(result, 1, group.size, False)
+                result = _Crossing.apply(result, 1, ranks, False)
                 # `_current_graph_task_id` is -1 outside of a backward; it has no public name (PyTorch 2.13.0).
                 if torch._C._current_graph_task_id() == -1:  # otherwise a checkpoint recomputes it
                     _WAITING[result.grad_fn] = storage_id(result)
@@ -99,17 +108,21 @@ def leaving(results: Sequence[Argument], layouts: Sequence[Layout], group: Group
     return found
 
 
-def joined(results: Sequence[Argument], layouts: Sequence[Layout], group: Group) -> list[Argument]:
-    """Returns a graph's results with the full batch: a collective call."""
+def joined(results: Sequence[Argument], shardings: Sequence[Sharding], ranks: Ranks) -> list[Argument]:
+    """Returns a graph's results with the full batch and sequence: a collective call."""
     return [
-        _joined(result, layout, group) if isinstance(layout, Shard) and isinstance(result, Tensor) else result
-        for result, layout in zip(results, layouts, strict=True)
+        _joined(result, of, ranks) if of.is_split and isinstance(result, Tensor) else result
+        for result, of in zip(results, shardings, strict=True)
     ]
 
 
-def _joined(part: Tensor, layout: Shard, group: Group) -> Tensor:
-    whole = [size * (group.size if dim == layout.dim else 1) for dim, size in enumerate(part.shape)]
-    return direct(_OPS.gather.default)(part, *hashable(step_args(layout, I, whole)), group.name)
+def _joined(part: Tensor, of: Sharding, ranks: Ranks) -> Tensor:
+    for axis, layout in reversed(of):
+        assert isinstance(layout, Shard)  # a result of a graph is a part or replicated
+        whole = [size * (axis.size if dim == layout.dim else 1) for dim, size in enumerate(part.shape)]
+        args = hashable(step_args(layout, I, whole))
+        part = direct(_OPS.gather.default)(part, *args, ranks.groups[axis.name].name)
+    return part
 
 
 class _Crossing(torch.autograd.Function):

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torchshard.capture import Leaves, Numbers, global_hooks, look_key, memory_order
 from torchshard.core.autocast import Autocast, current_autocast
 from torchshard.core.hashing import hash_text
-from torchshard.core.layouts import Layout
 
 
 class CallKey(NamedTuple):
@@ -89,7 +88,7 @@ def call_key(
     visible_state: int,
     modules: Iterable[nn.Module],
     state: Iterable[Tensor],
-    layouts: Mapping[str, Layout],
+    layouts: Mapping[str, object],
     entry: str = "",
 ) -> CallKey:
     """Returns the key of a call made now, in this thread's modes.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchshard.capture import Leaves
+from torchshard.compiler.batches import SplitDims
 from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError, first_line
 from torchshard.core.hashing import hash_tensor, hash_text
@@ -60,8 +61,8 @@ class PreparedCall:
     """The call's tensors on this rank; carried slices are plain tensors."""
     layouts: Mapping[str, Layout]
     """The layouts of the inputs that earlier calls carried to this one, by name."""
-    batches: Mapping[str, Layout]
-    """The layouts of the inputs that are split along the batch, by name."""
+    batches: SplitDims
+    """The dims of the inputs that are split over the ranks of the batch or the sequence, by name."""
     left_by: Sequence[object]
     """The call that carried each slice here: slices differ between ranks, but must come from one call."""
     arguments: object

@@ -55,7 +55,7 @@ class Capturer:
         """
         store, ranks = self._store, self._store.ranks
         store.update_source()
-        if any(isinstance(layout, Shard) for layout in (*call.layouts.values(), *call.batches.values())):
+        if any(call.batches.values()) or any(isinstance(layout, Shard) for layout in call.layouts.values()):
             args, kwargs = call.inputs.rebuild(call.inputs.tensors)
         inputs = _without_storage(call.inputs)
         constraints = self._constraints_of(call)

@@ -245,10 +245,10 @@ def refuse_changes(changes: Changes) -> None:
         )
 
 
-def mark_whole(left: Sequence[object], layouts: Sequence[Layout]) -> None:
+def mark_whole(left: Sequence[object], shardings: Sequence[Sharding]) -> None:
     """Marks the carried tensors that are replicated over the batch's ranks, whatever their sizes are."""
-    for value, layout in zip(left, layouts, strict=True):
-        if layout == I and isinstance(value, Tensor):
+    for value, of in zip(left, shardings, strict=True):
+        if not of.is_split and isinstance(value, Tensor):
             value._ts_is_of_all = True  # type: ignore[attr-defined]
 
 

@@ -20,9 +20,10 @@ from torchshard.capture import Condition, Conditions, ModelCall, Number, refuse_
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.effects import is_kept_split, uses_rng, writes
-from torchshard.ir.graph import layout_of, result_layouts, results_of
+from torchshard.ir.graph import layout_of, results_of
 from torchshard.passes import direct, localized
 from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.plan import Plan
@@ -90,9 +91,9 @@ class Compiled:
         return compiler if compiler is not None and self._can_compile else None
 
     @cached_property
-    def result_layouts(self) -> tuple[Layout, ...]:
-        """The layout of each result: replicated, or split along the batch."""
-        return result_layouts(self.graph.graph)
+    def result_shardings(self) -> list[Sharding]:
+        """The sharding of each result over the axes that split inputs."""
+        return self.program.sharding_of_results(self.graph)
 
     @cached_property
     def results_beside(self) -> dict[int, tuple[int, ...]]:

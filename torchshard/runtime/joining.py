@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import DATA, Data, Mesh, MeshAxis
+from torchshard.core.mesh import DATA, Holds, Mesh, MeshAxis
 from torchshard.distributed.group import Group, is_initialized
 from torchshard.distributed.grouping import Wanted
 from torchshard.distributed.process_groups import along_data_axes, init_for_mesh, init_process_group, is_made_for_mesh
@@ -61,7 +61,7 @@ def _device_mesh(mesh: MeshLike) -> DeviceMesh | None:
     return groups if isinstance(groups, DeviceMesh) else None
 
 
-def _check_named(mesh: int | Data | None) -> None:
+def _check_named(mesh: int | Holds | None) -> None:
     """Checks that ranks split the batch only along named axes, once groups were made for a mesh.
 
     Raises:

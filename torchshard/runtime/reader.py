@@ -99,7 +99,7 @@ class CallReader:
         if self._assigned:
             self._follow_assigned()
         state, tensors = self._watch.state(), self._store.tensors.now
-        key = call_key(inputs, state, self._modules, tensors.values(), layouts | batches, entry)
+        key = call_key(inputs, state, self._modules, tensors.values(), {**layouts, **batches}, entry)
         key = self._graphs.with_numbers(key, tensors)
         compiled = self._graphs.find(key, (*inputs.tensors, *inputs.numbers))
         self._check_changes(given, compiled)

@@ -219,9 +219,9 @@ class Runner:
 
     def _finished(self, call: PreparedCall, compiled: Compiled, returned: Sequence[Argument]) -> object:
         """Returns the results of a call, and stores the carried values in the caller's arguments."""
-        captured, layouts = compiled.program.captured, compiled.result_layouts
+        captured, shardings = compiled.program.captured, compiled.result_shardings
         count = captured.changes.results
-        results, equal, left = self.batch.leaving(returned, layouts, count)
+        results, equal, left = self.batch.leaving(returned, shardings, count)
         if torch.is_grad_enabled():
             refuse_hooks(results, compiled.results_beside, self._agreement.latest_text)
             if self._agreement.verifies:
@@ -231,8 +231,8 @@ class Runner:
             mark(tensor, layout, shape, group, left_by)
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
         ]
-        if self.batch.group is not None:
-            mark_whole(kept, layouts[count:])
+        if self.batch.axes:
+            mark_whole(kept, shardings[count:])
         return captured.finish([*results, *kept], call.arguments)
 
 

@@ -83,7 +83,7 @@ def _found(model: nn.Module, weights: WeightsLike) -> Weights | None:
 def _verify_options(constraints: Constraints, ranks: Ranks, mesh: Mesh, *, whole_batches: bool) -> None:
     """Checks that all ranks split the batch in the same way."""
     if ranks.count > 1:
-        ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
+        ways = [f"{axis} {axis.holds}" for axis in mesh.across] or [constraints.axis.holds]
         asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
         ranks.verify({"mesh= and inputs=": asked}, TOGETHER, "the same mesh= and inputs= on every rank")
 

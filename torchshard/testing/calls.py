@@ -103,7 +103,7 @@ class CapturedCall:
 
     def _planned(self, constraints: Constraints) -> Program:
         if constraints.batch_parts:
-            inputs = divided_batch(self.model, self.args, self.kwargs, constraints.batch_parts)
+            inputs = divided_batch(self.model, self.args, self.kwargs, constraints.mesh)
             return program(self.model, constraints, self.args, self.kwargs, batches=inputs)
         if constraints.is_static or constraints.divided or not constraints.aim.trains:
             return program(self.model, constraints, self.args, self.kwargs)

@@ -132,7 +132,7 @@ def _names(shown: Sequence[Shown]) -> list[str]:
 
 
 def _facts(plan: Plan) -> tuple[str, str, str]:
-    ways = dict.fromkeys(each.data for each in plan.in_order if each.data)
+    ways = dict.fromkeys(str(each.axis.holds) for each in plan.in_order if each.data)
     return mesh_text(plan), " and ".join(ways), plan.machine.name
 
 
