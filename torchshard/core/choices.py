@@ -15,14 +15,17 @@ from typing import NamedTuple
 
 from torchshard.core.layouts import (
     EQUAL,
+    Blocks,
     I,
     Layout,
     P,
     Part,
+    Parts,
     R,
     Shard,
     Size,
     canonical,
+    has_blocks,
     local_size,
     parts_of,
     parts_size,
@@ -61,7 +64,7 @@ def _splittable(row: Row, factor: str) -> bool:
 class _Composed(NamedTuple):
     """The parts that a dim is split into."""
 
-    parts: tuple[Part, ...]
+    parts: Parts
     repeated: bool = False
 
 
@@ -76,10 +79,15 @@ def _compose_term(term: Term, factors: AxisParts, sizes: Mapping[str, Size]) -> 
     before = math.prod(sizes[factor] for factor in term[: split[0]])
     after = math.prod(sizes[factor] for factor in term[split[0] + 1 :])
     parts = factors[term[split[0]]]
-    if parts == EQUAL:  # equal slices of the major factor are equal slices of the dim
-        return _Composed(EQUAL) if before == 1 else None
+    if parts == EQUAL and before == 1:  # equal slices of the major factor are equal slices of the dim
+        return _Composed(EQUAL)
     if not isinstance(after, int) or after == 0:
         return None
+    if parts == EQUAL:
+        symbol = str(sizes[term[split[0]]])
+        return _Composed(Blocks(symbol, after), repeated=True) if symbol.isidentifier() else None
+    if isinstance(parts, Blocks):
+        return _Composed(replace(parts, unit=parts.unit * after), repeated=True)
     scaled = tuple((count, unit * after) for count, unit in parts)
     if not isinstance(before, int):
         return _Composed(scaled, repeated=True)
@@ -105,7 +113,22 @@ def _dims_layout(
     several = len(composed) > 1 and (repeated or not isinstance(dim_size(dims[split[0]], sizes), int))
     if len(composed) < len(terms) or several:
         return None
-    return canonical(split[0], [part for term in composed for part in term.parts], world, repeated=repeated)
+    found = list[Part]()
+    for each in composed:
+        if isinstance(each.parts, Blocks):
+            return Shard(split[0], each.parts, repeated=True)
+        found += each.parts
+    return canonical(split[0], found, world, repeated=repeated)
+
+
+def _extract_blocks(dim: Dim, blocks: Blocks, sizes: Mapping[str, Size]) -> dict[str, Blocks]:
+    """Returns the first factor of a dim, with the parts that give the dim these blocks."""
+    if len(dim) > 1 or not dim[0]:
+        return {}
+    after = math.prod(sizes[factor] for factor in dim[0][1:])
+    if not isinstance(after, int) or not after or blocks.unit % after:
+        return {}
+    return {dim[0][0]: replace(blocks, unit=blocks.unit // after)}
 
 
 def _extract(
@@ -122,7 +145,9 @@ def _extract(
     for i, factor in enumerate(term):
         for candidate in _candidates(term, i, parts, sizes, repeated=repeated):
             composed = _compose_term(term, {factor: candidate}, sizes)
-            if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == target:
+            if composed is None or isinstance(composed.parts, Blocks):
+                continue
+            if canonical(0, composed.parts, world, repeated=composed.repeated) == target:
                 extracted[factor] = candidate
                 break
     return extracted
@@ -164,13 +189,18 @@ Hint = tuple[int, Shard]
 """(position, layout): the Shard of a neighbouring op's tensor; positions count the operands, then the results."""
 
 
-def _factor_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
+def _factor_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[Parts]]:
     """Returns the parts that each factor may be split into: those of hints, then single elements."""
     tensors = (*row.operands, *row.results)
-    known: dict[str, list[tuple[Part, ...]]] = {}
+    known: dict[str, list[Parts]] = {}
     for position, shard in hints:
         dim = tensors[position][shard.dim]
         size = dim_size(dim, row.sizes)
+        if isinstance(shard.parts, Blocks):
+            for factor, blocks in _extract_blocks(dim, shard.parts, row.sizes).items():
+                if factor in row.equal:
+                    known.setdefault(factor, []).append(blocks)
+            continue
         if isinstance(size, int) is not shard.repeated and any(term for term in dim):
             hinted = parts_of(size, replace(shard, repeated=False))
             for factor, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
@@ -208,7 +238,7 @@ def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...
     return tuple(dict.fromkeys([*whole, *splits]))
 
 
-def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]) -> Iterator[AxisParts]:
+def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[Parts]]) -> Iterator[AxisParts]:
     """Yields combinations of parts for the factors of a group.
 
     The first combination has each factor's first parts, the second has the second parts, and so on.
@@ -218,14 +248,21 @@ def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part,
     """
     for option in range(max(len(parts[factor]) for factor in group)):
         yield {factor: parts[factor][min(option, len(parts[factor]) - 1)] for factor in group}
-    plain = {factor: next(p for p in parts[factor] if p == EQUAL or (len(p) == 1 and p[0][1] == 1)) for factor in group}
+    plain = {factor: next(filter(_is_plain, parts[factor])) for factor in group}
     for factor in group:
-        yield from (plain | {factor: several} for several in parts[factor] if len(several) > 1)
+        yield from (plain | {factor: several} for several in parts[factor] if _number(several) > 1)
 
 
-def _split_choices(
-    row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]
-) -> Iterator[Choice]:
+def _is_plain(parts: Parts) -> bool:
+    return parts == EQUAL or (not isinstance(parts, Blocks) and len(parts) == 1 and parts[0][1] == 1)
+
+
+def _number(parts: Parts) -> int:
+    """Returns the number of parts; of blocks, whose number is not known, 1."""
+    return 1 if isinstance(parts, Blocks) else len(parts)
+
+
+def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[Parts]]) -> Iterator[Choice]:
     for factors in _parts_together(group, parts):
         # a sum over a split factor is Partial, unless the replacement sums over the ranks itself
         summed = I if set(factors) & row.options.reduced else P
@@ -247,10 +284,12 @@ def _layouts(
 def _is_legal(row: Row, factors: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int) -> bool:
     """Returns whether the op's options allow this split."""
     options = row.options
-    several_starts = any(factor in options.local and len(parts) > 1 for factor, parts in factors.items())
+    several_starts = any(factor in options.local and _number(parts) > 1 for factor, parts in factors.items())
     if several_starts and not options.by_size:
         return False
     if options.fills_ranks and any(_leaves_a_rank_empty(layout, world) for layout in (*operands, *results)):
+        return False
+    if options.contiguous and any(isinstance(parts, Blocks) for parts in factors.values()):
         return False
     if not all(
         _is_aligned(factors[factor], number, world) for factor, number in options.aligned.items() if factor in factors
@@ -259,15 +298,19 @@ def _is_legal(row: Row, factors: AxisParts, operands: Sequence[Layout], results:
     return all(isinstance(layout, Shard) for i, layout in enumerate(operands) if i in options.mutates)
 
 
-def _is_aligned(parts: Sequence[Part], number: int, world: int) -> bool:
+def _is_aligned(parts: Parts, number: int, world: int) -> bool:
     """Returns whether each rank's size is positive and a multiple of `number` elements."""
+    if isinstance(parts, Blocks):
+        return False
     sizes = [local_size(parts, rank, world) for rank in range(world)]
     return parts != EQUAL and all(sizes) and not any(size % number for size in sizes)
 
 
 def _leaves_a_rank_empty(layout: Layout, world: int) -> bool:
     """Returns whether the last rank, which gets the fewest units, is empty with repeated parts."""
-    return isinstance(layout, Shard) and layout.repeated and not local_size(layout.parts or (), world - 1, world)
+    if not isinstance(layout, Shard) or not layout.repeated or has_blocks(layout):
+        return False
+    return not local_size(layout.listed, world - 1, world)
 
 
 def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, Literal
 
-from torchshard.core.layouts import I, Layout, P, R, Shard, largest_share, parts_of
+from torchshard.core.layouts import I, Layout, P, R, Shard, has_blocks, largest_share, parts_of
 
 Kernel = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad"]
 
@@ -180,7 +180,7 @@ def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bo
     if any(isinstance(layout, Shard) and layout.repeated for layout in (source, target)):
         # a rank's slice does not determine how often its parts repeat, so such a Shard can't be
         # gathered; a scatter to it has no backward, which would be a gather
-        return row.name == "scatter" and not needs_grad
+        return row.name == "scatter" and not needs_grad and not has_blocks(target)
     # all_to_all exchanges two dims; between two Shards of one dim, the value is gathered and sliced
     # again
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
@@ -226,7 +226,7 @@ def flat_parts(size: int, shard: Shard) -> list[int]:
     if shard.parts is None and not isinstance(size, int):
         return []
     if shard.repeated and shard.parts is not None:
-        return [0, *(n for part in shard.parts for n in part)]
+        return [0, *(n for part in shard.listed for n in part)]
     return [n for part in parts_of(size, shard) for n in part]
 
 

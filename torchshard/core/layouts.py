@@ -15,9 +15,10 @@ are dealt to the ranks by `torch.chunk`'s rule, and each rank gets a piece of ev
 case is one part of units of one element. `S(2; 768+768+768)` is a fused QKV weight. `S(0; 7x8)` is
 seven heads of eight, split as four and three across two ranks. The last ranks may be empty.
 
-A dim of dynamic size has two forms. In `S(1; *4)` the parts repeat until the dim is full: any
+A dim of dynamic size has three forms. In `S(1; *4)` the parts repeat until the dim is full: any
 number of four heads, as in `view(length, batch * heads, width)`. In `S(1)` the size is a multiple
-of the number of ranks, and the slices are equal.
+of the number of ranks, and the slices are equal. In `S(0; *length)` blocks of `length` elements
+repeat, and each is split into equal slices, as in `view(batch * length, width)` of a split length.
 
 Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1,
 1, 0, 0.
@@ -44,6 +45,40 @@ Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
 EQUAL: tuple[Part, ...] = ()
 """The parts of a dim or factor of dynamic size, a multiple of the rank count: equal slices."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The parts of a dim of blocks of one dynamic size, a multiple of the rank count: equal slices of each."""
+
+    size: str
+    """The symbol of a dynamic size: 'length'."""
+    unit: int = 1
+    """The elements of a block for each of its units: 4 in blocks of `length * 4`."""
+
+    def __str__(self) -> str:
+        return self.size if self.unit == 1 else f"{self.size} x {self.unit}"
+
+    @staticmethod
+    def parse(text: str) -> Blocks:
+        """Parses the text that `str` returns.
+
+        Raises:
+            ValueError: the text is not that of blocks.
+        """
+        size, _, unit = text.partition(" x ")
+        if not size.isidentifier():
+            raise ValueError(f"invalid blocks {text!r}: expected length, or length x 4")
+        return Blocks(size, int(unit or 1))
+
+
+Parts = tuple[Part, ...] | Blocks
+"""The parts that a dim or a factor is a concatenation of."""
+
+
+def is_dynamic(parts: Parts) -> bool:
+    """Returns whether these are parts of a dynamic size, of which each rank gets an equal share."""
+    return parts == EQUAL or isinstance(parts, Blocks)
 
 
 @dataclass(frozen=True)
@@ -76,7 +111,7 @@ class Shard:
 
     dim: int
     """The sharded dim of the tensor, counted from 0 (never negative)."""
-    parts: tuple[Part, ...] | None = None
+    parts: Parts | None = None
     """The parts that the dim is a concatenation of; None for one part of units of one element."""
     repeated: bool = False
     """Whether the parts repeat until the dim is full; its size is then dynamic."""
@@ -85,8 +120,21 @@ class Shard:
         return f"S({self.dim}; {self.parts_text})" if self.parts else f"S({self.dim})"
 
     @property
+    def is_equal(self) -> bool:
+        """Whether, of a dim of dynamic size, all ranks have equal slices."""
+        return not self.repeated or isinstance(self.parts, Blocks)
+
+    @property
+    def listed(self) -> tuple[Part, ...]:
+        """The parts; () for the plain case. Blocks have none: no conversion has such a layout."""
+        assert not isinstance(self.parts, Blocks), self
+        return self.parts or ()
+
+    @property
     def parts_text(self) -> str:
-        """The parts as text: '768+768+768', '7x8', '*4'; '' for the plain case."""
+        """The parts as text: '768+768+768', '7x8', '*4', '*length'; '' for the plain case."""
+        if isinstance(self.parts, Blocks):
+            return f"*{self.parts}"
         parts = "+".join(str(count) if unit == 1 else f"{count}x{unit}" for count, unit in self.parts or ())
         return "*" * self.repeated + parts
 
@@ -108,6 +156,11 @@ def is_whole(layout: Layout) -> bool:
     return isinstance(layout, (Invariant, Replicate))
 
 
+def has_blocks(layout: Layout) -> bool:
+    """Returns whether each rank has slices of blocks of dynamic size."""
+    return isinstance(layout, Shard) and isinstance(layout.parts, Blocks)
+
+
 def parse_layout(text: str) -> Layout:
     """Parses a layout from the text that `str(layout)` prints.
 
@@ -117,6 +170,9 @@ def parse_layout(text: str) -> Layout:
     named: dict[str, Layout] = {"I": I, "R": R, "P": P}
     if text in named:
         return named[text]
+    blocks = re.fullmatch(r"S\((\d+); \*([a-zA-Z].*)\)", text)
+    if blocks:
+        return Shard(int(blocks[1]), Blocks.parse(blocks[2]), repeated=True)
     match = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
     if not match:
         raise ValueError(f"invalid layout {text!r}: expected I, R, P, S(1), S(2; 768+768+768), S(0; 7x8) or S(1; *4)")
@@ -140,6 +196,7 @@ def chunk_bounds(count: int, world: int) -> list[int]:
 
 def parts_of(size: int, shard: Shard) -> tuple[Part, ...]:
     """Returns the parts of a dim of `size` elements under this Shard, with repetitions spelled out."""
+    assert not isinstance(shard.parts, Blocks), shard
     if not shard.parts:
         return ((size, 1),)
     if not shard.repeated:
@@ -173,7 +230,7 @@ def local_extent(size: Size, shard: Shard, rank: int, world: int) -> Size:
     If the parts repeat or the slices are equal, `size` may be anything that supports `//` and `*`:
     an expression, or an fx.Proxy of a size.
     """
-    if shard.parts is None and not isinstance(size, int):
+    if isinstance(shard.parts, Blocks) or (shard.parts is None and not isinstance(size, int)):
         return size // world
     if not shard.repeated or shard.parts is None:
         return local_size(parts_of(size, shard), rank, world)
@@ -267,7 +324,7 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
     if not isinstance(layout, Shard):
         return pieces[0]
     dim, world = layout.dim, len(pieces)
-    if not layout.parts or (len(layout.parts) == 1 and not layout.repeated):
+    if not layout.parts or (len(layout.listed) == 1 and not layout.repeated):
         return torch.cat(list(pieces), dim)
     parts = parts_of(sum(piece.shape[dim] for piece in pieces), layout)
     # each rank has a piece of every part, so the parts are joined one after the other, not the

@@ -38,6 +38,7 @@ class _PlainKeywords(TypedDict, total=False):
     local: Mapping[str, LocalFn]
     by_size: bool
     fills_ranks: bool
+    contiguous: bool
     aligned: Mapping[str, int]
 
 

@@ -15,14 +15,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchshard.core.errors import RuleError
-from torchshard.core.layouts import EQUAL, Layout, Part, Shard, Size, local_extent, local_size, ranges
+from torchshard.core.layouts import (
+    EQUAL,
+    Blocks,
+    Layout,
+    Part,
+    Parts,
+    Shard,
+    Size,
+    is_dynamic,
+    local_extent,
+    local_size,
+    ranges,
+)
 from torchshard.core.mesh import Coordinate
 
 Term = tuple[str, ...]
 """A product of factors, major first; the empty product is a dim of size one."""
 Dim = tuple[Term, ...]
 """A concatenation of terms; nearly always a single term."""
-AxisParts = Mapping[str, tuple[Part, ...]]
+AxisParts = Mapping[str, Parts]
 """The factors that are split together -> the parts that each is split into."""
 LocalFn = Callable[..., Any]
 """A replacement, (local: Local, *args, **kwargs) -> result: run by a rank if a split changes the op.
@@ -70,6 +82,8 @@ class RowOptions:
     """
     fills_ranks: bool = False
     """Whether repeated parts must leave no rank empty: the op infers the full size from its slice."""
+    contiguous: bool = False
+    """Whether the replacement needs a rank's slice of a dynamic size in one piece, so blocks won't do."""
     aligned: Mapping[str, int] = field(default_factory=dict)
     """Factor -> a number that must divide each rank's size, because kernels read that many at once."""
     mutates: frozenset[int] = frozenset()
@@ -90,13 +104,13 @@ class Choice:
     """The layout that each tensor operand must have."""
     results: tuple[Layout, ...]
     """The layout of each result."""
-    factors: tuple[tuple[str, tuple[Part, ...]], ...] = ()
+    factors: tuple[tuple[str, Parts], ...] = ()
     """The split factors with their parts."""
 
     @property
     def splits_dynamic(self) -> bool:
         """Whether a factor of dynamic size is split, into equal slices."""
-        return any(parts == EQUAL for _, parts in self.factors)
+        return any(is_dynamic(parts) for _, parts in self.factors)
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,8 @@ class Local:
 
     def parts(self, factor: str) -> tuple[Part, ...] | None:
         """Returns the parts that a factor is split into; None if it is not split."""
-        return dict(self.choice.factors).get(factor)
+        parts = dict(self.choice.factors).get(factor)
+        return EQUAL if isinstance(parts, Blocks) else parts
 
     def size(self, factor: str) -> Size:
         """Returns this rank's size of a factor."""

@@ -155,7 +155,7 @@ class Slices(NamedTuple):
 
 
 def _slices(shard: Shard, world: int) -> Slices:
-    ((count, _), *_) = shard.parts or ((0, 1),)
+    ((count, _), *_) = shard.listed or ((0, 1),)
     if isinstance(count, torch.SymInt):  # a SymInt has no hash; a dynamic size is in equal slices
         return Slices((count // world,) * world, count // world, even=True)
     return _static_slices(shard, world)
@@ -164,7 +164,7 @@ def _slices(shard: Shard, world: int) -> Slices:
 @lru_cache(maxsize=4096)
 def _static_slices(shard: Shard, world: int) -> Slices:
     widths = tuple(local_size(parts_of(0, shard), rank, world) for rank in range(world))
-    return Slices(widths, max(widths), len(set(widths)) == 1 and (shard.parts is None or len(shard.parts) == 1))
+    return Slices(widths, max(widths), len(set(widths)) == 1 and (shard.parts is None or len(shard.listed) == 1))
 
 
 def dense(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from functools import partial
 from torch import fx
 
 from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
-from torchshard.core.layouts import EQUAL, Layout, Shard, local_size, type_text
+from torchshard.core.layouts import EQUAL, Blocks, Layout, Parts, Shard, local_size, type_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import module_around
 from torchshard.core.rows import Choice
@@ -183,7 +183,7 @@ class CostModel:
         """Returns the sizes of a row's factors on the first rank, which has the largest slices."""
         sizes, ranks = dict(op.sizes), self.axis.size
         for axis, parts in choice.factors:
-            sizes[axis] = sizes[axis] // ranks if parts == EQUAL else local_size(parts, 0, ranks)
+            sizes[axis] = _local(sizes[axis], parts, ranks)
         return sizes
 
     def traffic(self, op: Op, choice: Choice) -> float:
@@ -215,4 +215,10 @@ def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:
     """Returns whether slices are not contiguous in memory, so sending requires packing."""
     if not isinstance(layout, Shard):
         return False
-    return math.prod(shape[: layout.dim]) > 1 or (layout.parts is not None and len(layout.parts) > 1)
+    has_several = isinstance(layout.parts, Blocks) or len(layout.parts or ()) > 1
+    return math.prod(shape[: layout.dim]) > 1 or has_several
+
+
+def _local(size: int, parts: Parts, ranks: int) -> int:
+    """Returns the first rank's size of a factor."""
+    return size // ranks if parts == EQUAL or isinstance(parts, Blocks) else local_size(parts, 0, ranks)

@@ -9,7 +9,7 @@ from torch import fx
 
 from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
-from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
+from torchshard.core.layouts import EQUAL, Blocks, I, Layout, Shard, has_blocks, is_dynamic, local_size
 from torchshard.core.rows import Choice
 from torchshard.custom_ops.store import STORE
 from torchshard.ir.graph import is_carried, is_tensor_op, passes_on_weight, required_layouts, where, whole_choice
@@ -108,7 +108,7 @@ class States:
         legal = self._legal(op)
         states = pinned_choices(op, c.pins[node], legal, self._ranks) if node in c.pins else self._unpinned(op, legal)
         if c.divides:
-            states = [choice for choice in states if choice.splits_dynamic] or states
+            states = _dividing(states)
         elif is_carried(node):  # its size grows, so the next call would slice it differently
             states = [choice for choice in states if not choice.splits_dynamic]
         if is_carried(node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
@@ -133,7 +133,7 @@ class States:
         """Returns whether a choice splits only these factors and dynamic sizes, as the constraints allow."""
         c = self._constraints
         weights = c.weights or passes_on_weight(op.node) or op.node.target is STORE
-        return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.factors)
+        return all((axis in axes and weights) or (is_dynamic(parts) and c.dynamic) for axis, parts in choice.factors)
 
     def of_stored(self, node: fx.Node, chosen: Mapping[fx.Node, Sequence[Choice]], *, is_left: bool) -> list[Layout]:
         """Returns the layouts that a parameter or input may be stored in.
@@ -170,6 +170,16 @@ class States:
         return allowed
 
 
+def _dividing(states: list[Choice]) -> list[Choice]:
+    """Returns the choices that split the batch or the sequence, and others if those have blocks.
+
+    A value in blocks has no conversion, so an op after it may need the full value.
+    """
+    dividing = [choice for choice in states if choice.splits_dynamic]
+    is_forced = dividing and not any(has_blocks(x) for choice in dividing for x in (*choice.operands, *choice.results))
+    return dividing if is_forced else states
+
+
 def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> list[Choice]:
     """Returns the choices that a pin allows an op.
 
@@ -192,5 +202,5 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
     """Returns whether every rank gets a slice of each split factor, or the factors are too small for that."""
     sizes = [op.sizes[axis] for axis, _ in choice.factors]
-    static = [parts for _, parts in choice.factors if parts != EQUAL]
+    static = [parts for _, parts in choice.factors if parts != EQUAL and not isinstance(parts, Blocks)]
     return all(s < ranks for s in sizes) or all(local_size(parts, ranks - 1, ranks) > 0 for parts in static)

@@ -10,7 +10,7 @@ from typing import cast, get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError, in_short
-from torchshard.core.layouts import Layout, Part, Shard, parse_layout
+from torchshard.core.layouts import Blocks, Layout, Parts, Shard, parse_layout
 from torchshard.core.mesh import Holds, MeshAxis
 from torchshard.core.rows import Choice
 from torchshard.core.types import is_of, texts
@@ -52,7 +52,7 @@ def _axis_body(plan: AxisPlan) -> dict[str, object]:
             "choice": c.name,
             "operands": [str(x) for x in c.operands],
             "results": [str(x) for x in c.results],
-            "factors": c.factors,
+            "factors": [(factor, str(p) if isinstance(p, Blocks) else p) for factor, p in c.factors],
         }
         for name, c in plan.choices.items()
     }
@@ -202,11 +202,14 @@ def _steps(body: object) -> Steps:
     )
 
 
-def _factors(body: object) -> tuple[tuple[str, tuple[Part, ...]], ...]:
-    return tuple(
-        (is_of(str, axis), tuple((is_of(int, count), is_of(int, unit)) for count, unit in is_of(list, parts)))
-        for axis, parts in is_of(list, body)
-    )
+def _factors(body: object) -> tuple[tuple[str, Parts], ...]:
+    return tuple((is_of(str, factor), _parts(parts)) for factor, parts in is_of(list, body))
+
+
+def _parts(body: object) -> Parts:
+    if isinstance(body, str):
+        return Blocks.parse(body)
+    return tuple((is_of(int, count), is_of(int, unit)) for count, unit in is_of(list, body))
 
 
 def _gathered(body: object) -> GatheredOps:

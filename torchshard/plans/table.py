@@ -181,10 +181,8 @@ def mesh_text(plan: PlanData) -> str:
 
 def batch_text(plan: AxisPlan) -> str:
     """Returns a line on the collectives over an axis that splits the batch."""
-    return (
-        f"over {plan.axis.label or 'another axis'}, {plan.world_size} parts of the {plan.axis.of_inputs} ({plan.data}): "
-        f"{_sent_text(plan.costs)}"
-    )
+    parts = f"{plan.world_size} parts of the {plan.axis.of_inputs} ({plan.data})"
+    return f"over {plan.axis.label or 'another axis'}, {parts}: {_sent_text(plan.costs)}"
 
 
 def calls_text(ahead: int, back: int) -> str:

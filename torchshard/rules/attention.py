@@ -53,7 +53,7 @@ def attention(call: Call) -> Row | None:
         return None
     local = {"*": _dropout_attention(call) if drops else padded_if_empty(call)}
     text = f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}"
-    return call.row(text, sizes=sizes, local=local, fills_ranks=drops, any_size="*")
+    return call.row(text, sizes=sizes, local=local, fills_ranks=drops, contiguous=drops, any_size="*")
 
 
 def _dropout_attention(call: Call) -> LocalFn:

@@ -123,7 +123,8 @@ def _over_batch(call: Call) -> dict[str, LocalFn]:
 
 def _summed(call: Call, bound: Mapping[str, Argument]) -> Traced:
     """Returns the sum of the op's losses on this rank, in the dtype of accumulation."""
-    losses = call.target(**{**bound, "reduction": NONE})
+    named = {**bound, "reduction": NONE}
+    losses = call.target(named.pop("self"), named.pop("target"), **named)
     return aten.sum.dim_IntList(losses, None, dtype=acc_dtype(call.results[0].dtype))
 
 

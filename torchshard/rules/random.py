@@ -49,7 +49,7 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
     if layout.repeated:
         # the number of repetitions is known only at the call, so the mask has a dim of repetitions
         # before its dim of parts
-        parts = layout.parts or ()
+        parts = layout.listed
         whole: list[Size] = [own[dim] // local_size(parts, ctx.rank, ctx.world), parts_size(parts)]
     elif isinstance(ctx.whole_shape()[dim], int):
         whole = [ctx.whole_shape()[dim]]
@@ -83,7 +83,9 @@ def dropout(call: Call) -> Row:
     def local(ctx: Local, x: Traced, p: float, train: bool) -> Traced:
         return sliced_dropout(ctx, x, p, len(call.tensors[0].shape))
 
-    return call.row("... -> ...", local={"*": local} if active else {}, fills_ranks=active, any_size="*")
+    return call.row(
+        "... -> ...", local={"*": local} if active else {}, fills_ranks=active, contiguous=active, any_size="*"
+    )
 
 
 @rule(aten.feature_dropout.default)

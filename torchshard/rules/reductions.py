@@ -91,7 +91,7 @@ def averaged(ctx: Local, call: Call, total: Traced, x: Traced, dims: Sequence[in
     count = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
     for d in dims:
         if not isinstance(shape[d], int):
-            ranks = ctx.world if isinstance(layout, Shard) and layout.dim == d and not layout.repeated else 1
+            ranks = ctx.world if isinstance(layout, Shard) and layout.dim == d and layout.is_equal else 1
             count = aten.sym_size.int(x, d) * (count * ranks)
     dtype = call.results[0].dtype
     return cast(aten.div.Tensor(total, count), acc_dtype(dtype), dtype)
