@@ -7,7 +7,7 @@ split the batch (`divided`), a rank's graph is planned and rewritten again for e
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
-from torchshard.ir.fake_values import guards, hint, size_expr, sizes_as
+from torchshard.ir.fake_values import Size, guards, hint, size_expr, sizes_as
 from torchshard.ir.graph import fake_mode, is_tensor, placeholders, result_layouts
 from torchshard.ir.sizes import call_sizes, equal_sizes
 from torchshard.passes import localized, rewrite
@@ -276,6 +276,13 @@ def _answered(captured: Captured, question: Question) -> Program:
     return replace(made, divided=True, batches=tuple(over_axes))
 
 
+def _assume_equal(sizes: Iterable[Size]) -> None:
+    """Adds the assumption that dynamic sizes are equal: rows of ids and labels, joined, have the same blocks."""
+    first, *others = [*sizes] or [0]
+    for size in others:
+        bool(first == size)
+
+
 class _OfInputs(NamedTuple):
     """An axis that splits a call's inputs."""
 
@@ -295,6 +302,8 @@ class _OfInputs(NamedTuple):
 def _of_inputs(captured: Captured, facts: ModelFacts, constraints: Constraints, batches: SplitDims) -> _OfInputs:
     axis, graph = constraints.axis, captured.graph
     layouts = over(axis, batches)
+    if axis.dim == SEQUENCE:
+        _assume_equal(batches_of(graph, layouts, axis.dim).values())
     sizes = batch_sizes(graph, layouts, axis.dim)
     left = left_layouts(captured, sizes if axis.dim == BATCH else ())
     constraints = constraints.with_layouts(constraints.first_layouts(facts)).with_inputs(layouts, left)
