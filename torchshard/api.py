@@ -61,8 +61,9 @@ def shard(
             (vectors, and weights with fewer rows than ranks, stay replicated), which the backward gathers again, as
             FSDP and ZeRO-3 do; "shard_grad_op" slices that are gathered once in a step, as in ZeRO-2. A last axis named
             like an axis of the batch (dp, fsdp, batch, replica and others) must say what it holds. `mesh="shard"` is
-            one axis of all ranks. PyTorch's `DeviceMesh` does as well, with the same in a second item:
-            `(device_mesh, {"dp": "shard"})`.
+            one axis of all ranks. "sequence" and "sequence_shard" split the sequence, the second dim of inputs, with
+            the weights as "replicate" and "shard" store them; an axis named cp holds "sequence" by default. PyTorch's
+            `DeviceMesh` does as well, with the same in a second item: `(device_mesh, {"dp": "shard"})`.
         objective: what the plan is optimised for, an `Objective` or a dict of its fields: memory, machine, mode, split,
             recompute, compile.
         inputs: if the ranks split the batch. "local": each rank passes its own part, and gets its part of results that

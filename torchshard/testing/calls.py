@@ -22,6 +22,7 @@ from torchshard.compiler.question import Question
 from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout
 from torchshard.core.rows import Choice
+from torchshard.core.sharding import UNSHARDED
 from torchshard.ir.editing import duplicate
 from torchshard.ir.graph import is_tensor_op, node_row, op_name
 from torchshard.ir.listing import listing
@@ -161,12 +162,13 @@ class PlannedCall:
         return lockstep.rank_graphs(graph or self.graph, self.program.axis, self.program.batches)
 
     def run(self) -> list[list[object]]:
-        """Returns the results of each rank's graph, without gradients; each rank gets the call's full tensors."""
-        call = flatten_call(self.model, self.args, self.kwargs)
-        shared = {**self.program.captured.constants, **dict(zip(call.names, call.tensors, strict=True))}
+        """Returns the results of each rank's graph without gradients; it gets the rank's part of the call's tensors."""
+        call, held = flatten_call(self.model, self.args, self.kwargs), self.program.held
         graphs, fed = self.rank_graphs(), list[list[Tensor]]()
         for rank, graph in enumerate(graphs):
-            known = {**shared, **self.state(rank)}
+            place = self.program.mesh.place(rank)
+            own = {name: held.get(name, UNSHARDED).local(tensor, place) for name, tensor in call.named_tensors}
+            known = {**self.program.captured.constants, **own, **self.state(rank)}
             fed.append([known[node.meta["path"]] for node in graph.graph.find_nodes(op="placeholder")])
         with torch.no_grad():
             return lockstep.run(graphs, fed, [lambda node, value, args: value] * len(graphs))

@@ -1,0 +1,227 @@
+"""Axes that split the sequence: steps match the unsharded model's, for any mask, alone and with other axes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.helpers import nightly
+from torchshard.testing import capture, collective, gradient_error, largest, run_ranks
+
+LENGTH = 24
+
+
+class Block(nn.Module):
+    """A layer with grouped query heads, and a mask of one of several kinds."""
+
+    def __init__(self, kind: str, width: int = 16) -> None:
+        super().__init__()
+        self.kind, self.norm, self.norm_mlp = kind, nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        b, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).split([width, width // 2, width // 2], -1)
+        q, k, v = (t.view(b, length, -1, 4).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.kind == "causal", enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, length, width))
+        rows = self.norm_mlp(x).view(-1, width)  # as mixtures of experts and Conv1D join batch and length
+        return x + self.down(F.gelu(self.up(rows))).view(b, length, width)
+
+
+class Decoder(nn.Module):
+    """A language model with a loss of labels that it shifts."""
+
+    def __init__(self, kind: str = "causal", words: int = 37) -> None:
+        super().__init__()
+        self.kind, self.embed, self.positions = kind, nn.Embedding(words, 16), nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList([Block(kind) for _ in range(2)])
+        self.head = nn.Linear(16, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def mask(self, ids: Tensor, documents: Tensor | None) -> Tensor | None:
+        at = torch.arange(ids.shape[1], device=ids.device)
+        before = at[:, None] - at[None, :]
+        if self.kind == "window":
+            return ((before >= 0) & (before < 5))[None, None]
+        if self.kind == "alibi":
+            slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=ids.device)[:, None, None]
+            return (-slopes * before.abs()).masked_fill(before < 0, -math.inf)[None].to(self.head.weight.dtype)
+        if self.kind == "documents" and documents is not None:
+            return (documents[:, :, None] == documents[:, None, :])[:, None] & (before >= 0)
+        return None
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        x, mask = (
+            self.embed(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)),
+            self.mask(ids, documents),
+        )
+        for block in self.blocks:
+            x = block(x, mask)
+        logits: Tensor = self.head(x)
+        if labels is None:
+            return logits
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), shifted.reshape(-1))
+
+
+def _call(kind: str, length: int = LENGTH) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = torch.randint(37, (2, 4, length), generator=generator)
+    labels[:, ::5] = -100
+    documents = (torch.arange(length) * 3 // length).expand(4, length).contiguous()
+    return (ids, labels, documents) if kind == "documents" else (ids, labels)
+
+
+KINDS = ("causal", "whole", "window", "alibi", "documents")
+MESHES: list[dict[str, Any]] = [
+    {"cp": 2},
+    {"cp": 3},
+    {"cp": (4, "sequence_shard")},
+    {"dp": 2, "cp": 2},
+    {"cp": 2, "tp": 2},
+    {"dp": (2, "shard"), "cp": 2, "tp": 2},
+]
+QUICK = ("causal-0", "documents-0", "window-1", "alibi-2", "whole-3", "causal-5")
+
+
+@nightly(but=QUICK)
+@pytest.mark.parametrize("mesh", range(len(MESHES)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_that_of_the_whole_sequence(kind: str, mesh: int) -> None:
+    torch.manual_seed(0)
+    report = ts.check(Decoder(kind), {}, _call(kind), mesh=MESHES[mesh])
+    assert report.ok, str(report)
+
+
+def test_a_missing_collective_is_noticed() -> None:
+    """Each of the graph's copies and exchanges between sequence and heads counts."""
+    planned = capture(Decoder(), _call("causal"), dtype=torch.float64).plan({}, mesh={"cp": 2})
+    names = [node.name for node in planned.graph.graph.nodes if collective(node) in ("copy", "reduce")]
+    for name in names[:3] + names[-2:]:
+        graph = planned.graph_copy()
+        gone = next(node for node in graph.graph.nodes if node.name == name)
+        gone.replace_all_uses_with(gone.args[0])
+        graph.graph.erase_node(gone)
+        assert not planned.check(graph).ok, name
+
+
+def _trained(rank: int, mesh: Any, kind: str, parts: tuple[int, int]) -> dict[str, float]:
+    """The largest differences of losses and gradients from the unsharded run, for local and global inputs.
+
+    Args:
+        parts: the number of parts of the batch and of the sequence.
+    """
+    worst, per_rank = {}, torch.distributed.get_world_size() // math.prod(parts)
+    batch, sequence = divmod(rank // per_rank, parts[1])
+    for inputs in ("local", "global"):
+        torch.manual_seed(0)
+        model = Decoder(kind).double()
+        sharded = ts.shard(copy.deepcopy(model), {}, mesh=mesh, inputs=inputs)
+        found = []
+        for length in (LENGTH, LENGTH, 2 * LENGTH):  # a call of another length needs no new graph
+            call = _call(kind, length)
+            own = [t.chunk(parts[0])[batch].chunk(parts[1], 1)[sequence] for t in call]
+            given = own if inputs == "local" else call
+            for m in (model, sharded):
+                m.zero_grad()
+            inside = model(*call), sharded(*given)
+            for loss in inside:
+                loss.backward()
+            found += [abs(inside[0] - inside[1]).item(), gradient_error(model, sharded)]
+            logits = model(call[0], None, *call[2:]), sharded(given[0], None, *given[2:])  # a loss outside of the model
+            whole = logits[0] if inputs == "global" else logits[0].chunk(parts[0])[batch].chunk(parts[1], 1)[sequence]
+            found.append((whole - logits[1]).abs().max().item())
+            for m, out in zip((model, sharded), logits, strict=True):
+                m.zero_grad()
+                out.square().mean().backward()
+            found.append(gradient_error(model, sharded))
+        worst[inputs] = largest(*found)
+    return worst
+
+
+@nightly(but=["2-causal"])
+@pytest.mark.parametrize(
+    ("world", "mesh", "kind", "parts"),
+    [
+        (2, {"cp": 2}, "causal", (1, 2)),
+        (3, {"cp": (3, "sequence_shard")}, "window", (1, 3)),
+        (4, {"dp": 2, "cp": 2}, "documents", (2, 2)),
+        (4, {"cp": 2, "tp": 2}, "alibi", (1, 2)),
+    ],
+    ids=["2-causal", "3-window", "4-documents", "4-alibi"],
+)
+def test_training_is_that_on_the_whole_sequence(world: int, mesh: Any, kind: str, parts: tuple[int, int]) -> None:
+    for worst in run_ranks(_trained, world, mesh, kind, parts):
+        assert largest(*worst.values()) < 1e-10, worst
+
+
+@pytest.mark.parametrize("split", ["heads", "queries"])
+def test_a_token_of_one_document_moves_no_other(split: str) -> None:
+    """Libraries that replace each mask by a causal one fail this probe: documents see the ones before them."""
+    heads = {"heads": 4, "queries": 1}[split]
+
+    class Attention(nn.Module):
+        """Self-attention of heads that can't be split if there is one."""
+
+        def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+            b, length, _ = x.shape
+            at = torch.arange(length)
+            mask = (documents[:, :, None] == documents[:, None, :]) & (at[:, None] >= at[None, :])
+            y = x.view(b, length, heads, -1).transpose(1, 2)
+            return F.scaled_dot_product_attention(y, y, y, mask[:, None]).transpose(1, 2).flatten(2)
+
+    model = nn.ModuleList([nn.Linear(8, 8), Attention()])
+
+    class Net(nn.Module):
+        """A projection, which brings the heads, and attention."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x), documents)
+
+    documents, x = torch.tensor([[0] * 5 + [1] * 7]), torch.randn(1, 12, 8)
+    other = x.clone()
+    other[0, 2] += 1
+    results = []
+    for given in (x, other):
+        planned = capture(Net(), (given, documents)).plan({}, mesh={"cp": 2})
+        results.append(torch.cat([of_rank[0] for of_rank in planned.run()], 1))
+    assert not torch.equal(results[0][0, 2:5], results[1][0, 2:5])
+    assert torch.equal(results[0][0, 5:], results[1][0, 5:])
+
+
+def test_rows_of_batch_and_sequence_stay_split() -> None:
+    """A flattened batch and sequence has slices of blocks, so the head's logits are never gathered."""
+    call = [torch.zeros(4, 2048, dtype=torch.long) for _ in range(2)]
+    model = Decoder(words=8000).to("meta")
+    model.positions = nn.Embedding(2048, 16, device="meta")
+    plan = ts.plan(model, {}, call, mesh={"cp": 2}, inputs="global", objective={"machine": "h100x8"})
+    layouts = {layout for choice in plan.last.choices.values() for layout in map(str, choice.operands)}
+    assert any(layout.startswith("S(0; *s") for layout in layouts), layouts
+    sent = {c.value: c for c in plan.last.costs.collectives if c.forward.nbytes}
+    assert max(c.forward.nbytes for c in sent.values()) < 4 * 2048 * 8000, sent
+    assert ts.Plan.from_json(plan.to_json()) == plan
+
+
+def test_blocks_are_read_and_never_converted() -> None:
+    from torchshard.core.conversions import plan_conversion
+    from torchshard.core.layouts import I, P, R, S, local_extent, parse_layout
+
+    layout = parse_layout("S(0; *s7 x 4)")
+    assert str(layout) == "S(0; *s7 x 4)" and local_extent(24, layout, 1, 3) == 8  # type: ignore[arg-type]
+    for other in (I, R, P, S(0), S(1)):
+        for pair in ((layout, other), (other, layout)):
+            assert plan_conversion(*pair) is None or other == P, pair
+            assert plan_conversion(*pair, needs_grad=False) is None or other == P, pair
