@@ -62,7 +62,9 @@ def model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--weights", metavar="FOLDER", help=_WEIGHTS)
     text = "of the example inputs, on each part of the batch; of `meshes`, of all ranks (2)"
     command.add_argument("--batch", type=int, default=2, metavar="N", help=text)
-    command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
+    command.add_argument(
+        "--sequence", type=int, default=128, metavar="N", help="tokens of the inputs, on all ranks (128)"
+    )
     command.add_argument("--dtype", metavar="DTYPE", help="of the parameters: bfloat16 (that of the configuration)")
     text = "call it with labels, as training does: the results have a loss"
     command.add_argument("--labels", action="store_true", help=text)

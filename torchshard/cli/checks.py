@@ -12,6 +12,7 @@ from torchshard.cli.sources import real_source
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import InputError
+from torchshard.core.layouts import BATCH
 from torchshard.plans.objective import ObjectiveLike, read_aim
 
 
@@ -33,7 +34,7 @@ def check_source(options: CheckOptions, plan: PlanLike, mesh: MeshLike, objectiv
         InputError: processes can't run the requested check.
     """
     ranks = read_mesh(mesh)
-    example = Example.of(options)._replace(batch=options.batch * ranks.parts)
+    example = Example.of(options)._replace(batch=options.batch * ranks.parts_of_dims.get(BATCH, 1))
     place = (options.model, example, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)

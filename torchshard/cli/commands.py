@@ -19,6 +19,7 @@ from torchshard.cli.progress import progress
 if TYPE_CHECKING:
     from torchshard.cli.sources import Source
     from torchshard.compiler.constraints import PlanLike
+    from torchshard.compiler.meshes import MeshLike
     from torchshard.planner.styles import StyleWord
     from torchshard.plans.plan import Plan
 
@@ -26,19 +27,20 @@ DIFFERENT = 1
 """The exit code of a check that found a difference."""
 
 
-def _source(options: argparse.Namespace) -> Source:
+def _source(options: argparse.Namespace, mesh: MeshLike = None) -> Source:
+    """Returns the model of a command; its example inputs have a rank's part of the sequence."""
     from torchshard.cli.configurations import Example
     from torchshard.cli.sources import read_source
 
-    return read_source(options.model, Example.of(options), options.weights)
+    return read_source(options.model, Example.of(options).of_rank(mesh), options.weights)
 
 
 def _planned(options: argparse.Namespace) -> Plan:
     import torchshard as ts
 
-    source = _source(options)
-    step = None if options.length is None else ts.DecodeStep(options.batch, options.length)
     mesh, objective = arguments.mesh_of(options), arguments.objective_of(options)
+    source = _source(options, mesh)
+    step = None if options.length is None else ts.DecodeStep(options.batch, options.length)
     with progress(is_logged=options.verbose):
         return ts.plan(
             source.model,

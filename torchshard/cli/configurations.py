@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torchshard.compiler.meshes import MeshLike, read_mesh
 from torchshard.core.errors import InputError, ShardError, in_short
+from torchshard.core.layouts import SEQUENCE
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 FromTransformers: TypeAlias = Any
@@ -34,6 +36,22 @@ class Example(NamedTuple):
     def of(options: ExampleOptions) -> Example:
         """Returns the example options of a command."""
         return Example(options.batch, options.sequence, options.labels, options.dtype)
+
+    def of_rank(self, mesh: MeshLike) -> Example:
+        """Returns the example with a rank's part of the sequence.
+
+        Raises:
+            InputError: the ranks do not divide its length.
+        """
+        ranks = 1 if mesh is None else read_mesh(mesh).parts_of_dims.get(SEQUENCE, 1)
+        if self.sequence % ranks:
+            raise InputError(
+                f"a sequence of {self.sequence} can't be divided among {ranks} ranks",
+                where="--sequence with --mesh",
+                why="each rank takes as many tokens",
+                attempt=f"--sequence {ranks * max(self.sequence // ranks, 1)}",
+            )
+        return self._replace(sequence=self.sequence // ranks)
 
 
 class ExampleOptions(Protocol):
