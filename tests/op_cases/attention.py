@@ -10,7 +10,9 @@ aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
 ATTENTION = [
     case(sdpa, "a g l v", f(3, 4, 5, 2), f(3, 4, 7, 2), f(3, 4, 7, 3)),
-    case(sdpa, "a g v", f(2, 5, 4, 2), f(2, 5, 4, 2), f(2, 5, 4, 2), None, 0.0, True),
+    case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 4, 2), f(2, 5, 4, 2), None, 0.0, True),
+    case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 7, 2), f(2, 5, 7, 3), None, 0.0, True),
+    case(sdpa, "g r a l v", f(2, 4, 7, 2), f(2, 2, 5, 2), f(2, 2, 5, 2), None, 0.0, True, enable_gqa=True),
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 4, 2), f(2, 5, 4, 2), plain(4, 4)),
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 3, 2), f(2, 5, 3, 2), f(2, 1, 4, 3)),
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 3, 2), f(2, 5, 3, 2), f(1, 5, 4, 3)),

@@ -169,7 +169,8 @@ class CostModel:
     def flops(self, op: Op, choice: Choice) -> float:
         """Returns the FLOPs of an op's products in forward, on the rank with the most work."""
         flops = sum(2.0 * math.prod(sizes) for sizes in self._local_products(op, choice))
-        return flops / 2 if op.is_causal else flops
+        is_by_rows = any(factor == "l" for factor, _ in choice.factors)  # the last rank's queries see all keys
+        return flops / 2 if op.is_causal and not is_by_rows else flops
 
     def _local_products(self, op: Op, choice: Choice) -> Iterator[tuple[float, float, float, float]]:
         """Yields rows, columns and depth of an op's products, and their number, on the rank with the most work."""

@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from torchshard.core.layouts import EQUAL
 from torchshard.core.rows import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Traced
 from torchshard.rules.empty import padded_if_empty
@@ -24,8 +25,8 @@ aten = torch.ops.aten
 def attention(call: Call) -> Row | None:
     """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) l !e, b g !s !e, b g !s v -> b (g r) l v`.
 
-    With a causal mask l is unsplittable, because a query's position determines the keys that it
-    sees. Grouped queries (`enable_gqa`) have heads `(g r)`: r for each of the g heads of keys and
+    With a causal mask a rank's queries see the keys up to their own; with dropout too, l is
+    unsplittable. Grouped queries (`enable_gqa`) have heads `(g r)`: r for each of the g heads of keys and
     values.
     """
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
@@ -35,7 +36,8 @@ def attention(call: Call) -> Row | None:
     if names:  # heads are the last dim before positions and features
         names[-1] = "(g r)" if grouped else "g"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
-    row = "!l" if call["is_causal"] else "l"
+    drops, is_causal = call["dropout_p"] > 0, bool(call["is_causal"])
+    row = "!l" if is_causal and drops else "l"
     kv_names, kv_batch = ([*names[:-1], "g"], [*batch[:-1], key[-3]]) if grouped else (names, batch)
     operands = [
         [*broadcast(names, query[:-2], batch), row, "!e"],
@@ -44,7 +46,6 @@ def attention(call: Call) -> Row | None:
     ]
     if call["attn_mask"] is not None:
         operands.append(broadcast([*names, row, "!s"], call["attn_mask"].shape, [*batch, query[-2], key[-2]]))
-    drops = call["dropout_p"] > 0
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
     counted = [*([query[-1]] if drops else []), *([query[-3], key[-3]] if grouped else [])]
     if not all(isinstance(size, int) for size in counted):
@@ -52,8 +53,35 @@ def attention(call: Call) -> Row | None:
     if stretched and (grouped or drops):  # the explicit computation with dropout does not broadcast
         return None
     local = {"*": _dropout_attention(call) if drops else padded_if_empty(call)}
+    local |= {"l": _causal_rows(call)} if is_causal and not drops else {}
     text = f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}"
-    return call.row(text, sizes=sizes, local=local, fills_ranks=drops, contiguous=drops, any_size="*")
+    return call.row(text, sizes=sizes, local=local, fills_ranks=drops, contiguous=drops or is_causal, any_size="*")
+
+
+def _causal_rows(call: Call) -> LocalFn:
+    """Returns a replacement for a rank's queries: keys up to its last one, and a mask of the rows of its queries."""
+    dim = len(call["query"].shape) - 2
+
+    def local(
+        ctx: Local,
+        query: Traced,
+        key: Traced,
+        value: Traced,
+        attn_mask: None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = True,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Traced:
+        own = aten.sym_size.int(query, dim)
+        start = own * ctx.rank if ctx.parts("l") == EQUAL else ctx.start("l")
+        key, value = (aten.slice.Tensor(x, dim, 0, start + own) for x in (key, value))
+        ones = aten.new_ones.default(query, [own, aten.sym_size.int(key, dim)], dtype=torch.bool)
+        seen = aten.tril.default(ones, start)
+        return call.target(query, key, value, seen, scale=scale, enable_gqa=enable_gqa)
+
+    return local
 
 
 def _dropout_attention(call: Call) -> LocalFn:
