@@ -84,8 +84,7 @@ def _compose_term(term: Term, factors: AxisParts, sizes: Mapping[str, Size]) -> 
     if not isinstance(after, int) or after == 0:
         return None
     if parts == EQUAL:
-        symbol = str(sizes[term[split[0]]])
-        return _Composed(Blocks(symbol, after), repeated=True) if symbol.isidentifier() else None
+        return _Composed(Blocks(str(sizes[term[split[0]]]), after), repeated=True)
     if isinstance(parts, Blocks):
         return _Composed(replace(parts, unit=parts.unit * after), repeated=True)
     scaled = tuple((count, unit * after) for count, unit in parts)

@@ -52,7 +52,7 @@ class Blocks:
     """The parts of a dim of blocks of one dynamic size, a multiple of the rank count: equal slices of each."""
 
     size: str
-    """The symbol of a dynamic size: 'length'."""
+    """A dynamic size as text, which tells blocks apart: 'length', '2*s1'."""
     unit: int = 1
     """The elements of a block for each of its units: 4 in blocks of `length * 4`."""
 
@@ -67,7 +67,7 @@ class Blocks:
             ValueError: the text is not that of blocks.
         """
         size, _, unit = text.partition(" x ")
-        if not size.isidentifier():
+        if not re.fullmatch(r"[\w*+-]*[a-zA-Z][\w*+-]*", size) or (unit and not unit.isdigit()):
             raise ValueError(f"invalid blocks {text!r}: expected length, or length x 4")
         return Blocks(size, int(unit or 1))
 
@@ -170,10 +170,10 @@ def parse_layout(text: str) -> Layout:
     named: dict[str, Layout] = {"I": I, "R": R, "P": P}
     if text in named:
         return named[text]
-    blocks = re.fullmatch(r"S\((\d+); \*([a-zA-Z].*)\)", text)
+    match = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
+    blocks = None if match else re.fullmatch(r"S\((\d+); \*(.+)\)", text)
     if blocks:
         return Shard(int(blocks[1]), Blocks.parse(blocks[2]), repeated=True)
-    match = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
     if not match:
         raise ValueError(f"invalid layout {text!r}: expected I, R, P, S(1), S(2; 768+768+768), S(0; 7x8) or S(1; *4)")
     if match[3] is None:
