@@ -225,3 +225,51 @@ def test_blocks_are_read_and_never_converted() -> None:
         for pair in ((layout, other), (other, layout)):
             assert plan_conversion(*pair) is None or other == P, pair
             assert plan_conversion(*pair, needs_grad=False) is None or other == P, pair
+
+
+OF_ROWS: dict[str, Any] = {
+    "mean": lambda rows, b: rows - rows.mean(0),
+    "variance": lambda rows, b: rows / (rows.var(0) + 1),
+    "dropout": lambda rows, b: F.dropout(rows, 0.3),
+    "cumsum": lambda rows, b: rows.cumsum(0),
+    "softmax": lambda rows, b: rows.softmax(0),
+    "sort": lambda rows, b: rows.sort(0).values,
+    "roll": lambda rows, b: rows.roll(1, 0),
+    "flip": lambda rows, b: rows.flip(0) * rows,
+    "other sizes": lambda rows, b: rows.view(-1, b, rows.shape[1]).cumsum(0).flatten(0, 1),
+    "by length": lambda rows, b: rows.view(b, -1, rows.shape[1]).transpose(0, 1).flatten(0, 1).cumsum(0),
+    "halves": lambda rows, b: torch.cat([rows[: rows.shape[0] // 2] * 2, rows[rows.shape[0] // 2 :]]),
+    "scores": lambda rows, b: _of_scores(rows.view(b, -1, rows.shape[1])).flatten(0, 1),
+    "norm": lambda rows, b: F.batch_norm(rows, None, None, training=True),
+    "chosen": lambda rows, b: rows * (rows[:, 0] > 0).double().unsqueeze(1),
+    "table": lambda rows, b: rows[torch.arange(rows.shape[0] - 1, -1, -1)],
+}
+"""Functions of the rows of a flattened batch and sequence, of which only some treat each row alone."""
+
+
+def _of_scores(x: Tensor) -> Tensor:
+    """Scores of all pairs, flattened: the length occurs twice in one dim."""
+    scores = x @ x.transpose(1, 2)
+    return (scores.reshape(-1) * 2).view(scores.shape).softmax(-1) @ x
+
+
+class Rows(nn.Module):
+    """A function of rows between two projections."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.up, self.down = name, nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = OF_ROWS[self.name](self.up(x).view(-1, 6), x.shape[0])
+        return self.down(rows).view(x.shape).tanh()
+
+
+@nightly(but=[f"{name}-4" for name in ("mean", "dropout", "cumsum", "scores", "by length")])
+@pytest.mark.parametrize("mesh", [{"cp": 2}, {"cp": 3}, {"dp": 2, "cp": 2}], ids=["2", "3", "4"])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_a_function_of_rows_is_that_of_the_whole(name: str, mesh: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 12, 8, dtype=torch.float64, requires_grad=True)
+    report = ts.check(Rows(name), {}, (x,), mesh=mesh)
+    assert report.ok, str(report)
