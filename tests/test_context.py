@@ -215,18 +215,6 @@ def test_rows_of_batch_and_sequence_stay_split() -> None:
     assert ts.Plan.from_json(plan.to_json()) == plan
 
 
-def test_blocks_are_read_and_never_converted() -> None:
-    from torchshard.core.conversions import plan_conversion
-    from torchshard.core.layouts import I, P, R, S, local_extent, parse_layout
-
-    layout = parse_layout("S(0; *2*s7 x 4)")
-    assert str(layout) == "S(0; *2*s7 x 4)" and local_extent(24, layout, 1, 3) == 8  # type: ignore[arg-type]
-    for other in (I, R, P, S(0), S(1)):
-        for pair in ((layout, other), (other, layout)):
-            assert plan_conversion(*pair) is None or other == P, pair
-            assert plan_conversion(*pair, needs_grad=False) is None or other == P, pair
-
-
 OF_ROWS: dict[str, Any] = {
     "mean": lambda rows, b: rows - rows.mean(0),
     "variance": lambda rows, b: rows / (rows.var(0) + 1),
@@ -273,3 +261,50 @@ def test_a_function_of_rows_is_that_of_the_whole(name: str, mesh: Any) -> None:
     x = torch.randn(4, 12, 8, dtype=torch.float64, requires_grad=True)
     report = ts.check(Rows(name), {}, (x,), mesh=mesh)
     assert report.ok, str(report)
+
+
+def _gradients_of_inputs(rank: int) -> dict[str, float]:
+    """The largest differences of the gradients of inputs on a mesh of two axes, of a chain of two models."""
+    torch.manual_seed(0)
+    body, head = nn.ModuleList([nn.Linear(16, 16)]), Block("causal")
+
+    class Body(nn.Module):
+        """The first model of the chain."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.block = copy.deepcopy(body), Block("whole")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(self.layers[0](x), None).tanh()
+
+    class Head(nn.Module):
+        """The second one."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = copy.deepcopy(head)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.block(x, None)
+
+    plain = Body().double(), Head().double()
+    mesh = {"dp": 2, "cp": 2}
+    sharded = [ts.shard(copy.deepcopy(m), {}, mesh=mesh) for m in plain]
+    x = torch.randn(4, LENGTH, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    own = x.chunk(2)[rank // 2].chunk(2, 1)[rank % 2].clone().requires_grad_()
+    x.requires_grad_()
+    plain[1](plain[0](x)).square().mean().backward()
+    sharded[1](sharded[0](own)).square().mean().backward()
+    assert x.grad is not None and own.grad is not None
+    part = x.grad.chunk(2)[rank // 2].chunk(2, 1)[rank % 2]
+    return {
+        "the input": (part - own.grad).abs().max().item(),
+        "the body": gradient_error(plain[0], sharded[0]),
+        "the head": gradient_error(plain[1], sharded[1]),
+    }
+
+
+def test_gradients_of_inputs_and_of_a_chain() -> None:
+    for worst in run_ranks(_gradients_of_inputs, 4):
+        assert largest(*worst.values()) < 1e-10, worst

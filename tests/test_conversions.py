@@ -25,7 +25,7 @@ from torchshard.core.conversions import (
     source_and_target,
     step_args,
 )
-from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
+from torchshard.core.layouts import Blocks, I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.core.mesh import MeshAxis, simulated_name
 from torchshard.distributed.group import lookup
 from torchshard.planner.costs import CostModel
@@ -316,3 +316,11 @@ def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
             x = split(torch.empty(shape, device="meta"), source, rank, 3)
             got = getattr(_ops, name)(x, *step_args(source, target, shape), simulated_name(rank, 3))
             assert got.shape == split(torch.empty(shape, device="meta"), target, rank, 3).shape
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_blocks_of_a_dynamic_size_are_never_converted(needs_grad: bool) -> None:
+    blocks = Shard(0, Blocks("s0"), repeated=True)
+    for other in (I, R, S(0), S(1)):
+        assert plan_conversion(blocks, other, needs_grad=needs_grad) is None
+        assert plan_conversion(other, blocks, needs_grad=needs_grad) is None

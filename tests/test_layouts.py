@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchshard.core import layouts as plain
 from torchshard.core.layouts import (
+    Blocks,
     I,
     Layout,
     P,
@@ -371,3 +372,11 @@ def test_the_last_placement_of_a_dim_can_be_joined_over_its_own_axis(made: tuple
 def test_a_text_that_is_no_sharding_is_refused(wrong: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Sharding.parse(wrong, MESHES[0])
+
+
+def test_blocks_of_a_dynamic_size() -> None:
+    layout = parse_layout("S(0; *2*s7 x 4)")
+    assert isinstance(layout, Shard) and layout == Shard(0, Blocks("2*s7", 4), repeated=True)
+    assert str(layout) == "S(0; *2*s7 x 4)" and plain.local_extent(24, layout, 1, 3) == 8
+    assert layout.is_equal and not Shard(0, ((4, 1),), repeated=True).is_equal
+    assert parse_layout("S(0; *7x8)") == Shard(0, ((7, 8),), repeated=True)

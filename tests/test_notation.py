@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchshard.core.choices import choices, factor_groups, local_replacement, spread
 from torchshard.core.errors import RuleError
-from torchshard.core.layouts import S, Shard, local_shape
+from torchshard.core.layouts import S, Shard, local_shape, parse_layout
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import bind
 from torchshard.core.rows import Choice, Local, Row, dim_size
@@ -329,3 +329,37 @@ def test_the_words_that_type_checkers_know_are_those_that_are_read() -> None:
     words, _ = get_args(StyleWord)
     assert set(get_args(words)) == set(WORDS) - {"ColwiseParallel", "RowwiseParallel", "SequenceParallel"}
     assert set(get_args(MachineName)) == set(MACHINES)
+
+
+# --- blocks of a dynamic size ----------------------------------------------------------------------------------------
+
+
+BATCH, LENGTH, OTHER = (sympy.Symbol(name, integer=True, positive=True) for name in ("b", "l", "m"))
+
+
+def _joined(length: sympy.Symbol) -> Row:
+    """Rows of a flattened batch and sequence."""
+    return bind("a b c -> (a b) c", [(BATCH, length, 4)], [(BATCH * length, 4)], {}, [length])
+
+
+def test_a_length_that_is_joined_with_a_batch_has_blocks() -> None:
+    assert "split b: S(1) -> S(0; *l)" in listed(_joined(LENGTH))
+    assert "split b: S(1) -> S(0; *m)" in listed(_joined(OTHER))  # rows of another length are other rows
+    major = bind("a b -> (a b)", [(LENGTH, 3)], [(3 * LENGTH,)], {}, [LENGTH])
+    assert splits(major)[0] == "split a: S(0) -> S(0)"
+
+
+def test_a_row_of_blocks_is_split_as_its_operand_is() -> None:
+    hints = [(0, parse_layout("S(0; *l)"))]
+    shapes = [(BATCH * LENGTH, 4), (6, 4)], [(BATCH * LENGTH, 6)]
+    assert "split n: S(0; *l), R -> S(0; *l)" in splits(bind("n k, m k -> n m", *shapes, {}, [LENGTH]), hints)
+    unknown = bind("n k, m k -> n m", *shapes)  # not known to be a multiple of the ranks
+    ordered = bind("n k -> n k", shapes[0][:1], shapes[0][:1], {}, [LENGTH], contiguous=True)
+    assert not any("*l" in line for row in (unknown, ordered) for line in splits(row, hints))
+
+
+def test_what_is_joined_and_parted_again_is_as_before() -> None:
+    back = bind("(a b) c -> a b c", [(BATCH * LENGTH, 4)], [(BATCH, LENGTH, 4)], {}, [LENGTH])
+    assert "split b: S(0; *l) -> S(1)" in listed(back)
+    other = bind("(a b) c -> a b c", [(BATCH * LENGTH, 4)], [(LENGTH, BATCH, 4)], {}, [LENGTH])
+    assert not any("*l" in line for line in splits(other, [(0, parse_layout("S(0; *l)"))]))
