@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import nightly
-from torchshard.testing import capture, collective, gradient_error, largest, run_ranks
+from tests.helpers import nightly, refused_input
+from torchshard.testing import capture, collective, gradient_error, largest, on_ranks, run_ranks
 
 LENGTH = 24
 
@@ -136,14 +136,14 @@ def _trained(rank: int, mesh: Any, kind: str, parts: tuple[int, int]) -> dict[st
             inside = model(*call), sharded(*given)
             for loss in inside:
                 loss.backward()
-            found += [abs(inside[0] - inside[1]).item(), gradient_error(model, sharded)]
+            found += [abs(inside[0] - inside[1]).item(), gradient_error(sharded, model)]
             logits = model(call[0], None, *call[2:]), sharded(given[0], None, *given[2:])  # a loss outside of the model
             whole = logits[0] if inputs == "global" else logits[0].chunk(parts[0])[batch].chunk(parts[1], 1)[sequence]
             found.append((whole - logits[1]).abs().max().item())
             for m, out in zip((model, sharded), logits, strict=True):
                 m.zero_grad()
                 out.square().mean().backward()
-            found.append(gradient_error(model, sharded))
+            found.append(gradient_error(sharded, model))
         worst[inputs] = largest(*found)
     return worst
 
@@ -160,7 +160,7 @@ def _trained(rank: int, mesh: Any, kind: str, parts: tuple[int, int]) -> dict[st
     ids=["2-causal", "3-window", "4-documents", "4-alibi"],
 )
 def test_training_is_that_on_the_whole_sequence(world: int, mesh: Any, kind: str, parts: tuple[int, int]) -> None:
-    for worst in run_ranks(_trained, world, mesh, kind, parts):
+    for worst in run_ranks(_trained, world, mesh, kind, parts, seconds=600):
         assert largest(*worst.values()) < 1e-10, worst
 
 
@@ -300,11 +300,62 @@ def _gradients_of_inputs(rank: int) -> dict[str, float]:
     part = x.grad.chunk(2)[rank // 2].chunk(2, 1)[rank % 2]
     return {
         "the input": (part - own.grad).abs().max().item(),
-        "the body": gradient_error(plain[0], sharded[0]),
-        "the head": gradient_error(plain[1], sharded[1]),
+        "the body": gradient_error(sharded[0], plain[0]),
+        "the head": gradient_error(sharded[1], plain[1]),
     }
 
 
 def test_gradients_of_inputs_and_of_a_chain() -> None:
     for worst in run_ranks(_gradients_of_inputs, 4):
         assert largest(*worst.values()) < 1e-10, worst
+
+
+class Conditioned(nn.Module):
+    """A model with states of another sequence, and one with a table that fixes the length."""
+
+    def __init__(self, length: int = 0) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(length, 4)) if length else None
+
+    def forward(self, x: Tensor, states: Tensor | None = None, cache: dict[str, Tensor] | None = None) -> Tensor:
+        y = self.linear(x)
+        if cache is not None:
+            cache["k"] = y if "k" not in cache else torch.cat([cache["k"], y], 1)
+            y = y + cache["k"].sum(1, keepdim=True)
+        if self.table is not None:
+            y = y + self.table
+        return y if states is None else (y[:, :, None] * states[:, None]).sum(2)
+
+
+@on_ranks(2)
+def test_an_argument_that_was_full_stays_full(rank: int) -> None:
+    """At the second length a rank's part has as many tokens as the states."""
+    torch.manual_seed(0)
+    model = Conditioned()
+    sharded, states = ts.shard(copy.deepcopy(model), {}, mesh={"cp": 2}), torch.randn(3, 10, 4)
+    for length in (24, 20, 16):
+        x = torch.randn(3, length, 4)
+        assert torch.allclose(sharded(x.chunk(2, 1)[rank], states), model(x, states).chunk(2, 1)[rank], atol=1e-5)
+
+
+@on_ranks(2)
+def test_what_can_not_be_split_is_refused(rank: int) -> None:
+    x = torch.randn(3, 8, 4)
+    sharded = ts.shard(Conditioned(), {}, mesh={"cp": 2})
+    assert refused_input(lambda: sharded(x, None, {}), "forward leaves values in its arguments")
+    assert refused_input(lambda: sharded(x[:, :1]), "a rank's part of the sequence is one token")
+    whole = ts.shard(Conditioned(), {}, mesh={"cp": 2}, inputs="global")
+    assert refused_input(lambda: whole(x[:, :7]), "a sequence of 7 can't be divided among 2 ranks")
+    fixed = ts.shard(Conditioned(8), {}, mesh={"cp": 2}, inputs="global")
+    assert refused_input(lambda: fixed(x), "forward fixes the length of the sequence")
+
+
+def test_a_mesh_that_does_not_say_what_an_axis_holds_is_refused() -> None:
+    call = (torch.randn(4, 8, 4),)
+    for mesh in ({"tp": 2, "cp": 2}, {"dp": 2, "ep": 2, "cp": 2}):
+        assert refused_input(lambda mesh=mesh: ts.check(Conditioned(), {}, call, mesh=mesh), "does not say what")
+    split = {"cp": 2}, {"sp": 2}, {"CP": (2, "sequence_shard")}
+    assert all(ts.check(Conditioned(), {}, call, mesh=mesh).ok for mesh in split)
+    options = {"mesh": {"cp": 2, "tp": 2}, "objective": {"split": "sequence"}}
+    told = "the sequence is split over an axis of its own"
+    assert refused_input(lambda: ts.plan(Conditioned(), {}, call, **options), told)

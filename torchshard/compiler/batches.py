@@ -26,18 +26,21 @@ def whole_batch(
 
     Args:
         whole: the names of tensors that an earlier call has left unsplit, whatever their sizes are.
-        known: argument name -> whether earlier calls with more than one element per rank split it;
-            this call's are added.
+        known: argument name -> whether earlier calls with more than one element per rank split it, of the sequence
+            under other keys; this call's are added.
 
     Raises:
         InputError: no tensor has the dims, a part is empty or has one token, or the batch has one element per rank
             and another argument that needs a gradient may be batched or not.
     """
     found, sizes = dict[str, tuple[int, ...]](), dict[int, int]()
+    known = {} if known is None else known
     for dim, ranks in mesh.parts_of_dims.items():
         size, having = _along(inputs, dim, whole)
         _check_part(dim, size, ranks)
-        names = _known_batches(inputs, size, having, {} if known is None else known) if dim == BATCH else having
+        names = (_known_batches if dim == BATCH else _known_sequences)(
+            inputs, size, having, {} if known is None else known
+        )
         found |= {name: (*found.get(name, ()), dim) for name in names}
         sizes[dim] = size * ranks
     return _with_sizes(inputs, found, sizes), found
@@ -51,6 +54,17 @@ def _known_batches(inputs: Leaves, batch: int, names: Sequence[str], known: dict
     first, *others = names
     _tell_of_guesses(inputs, [name for name in others if name not in known])
     return [first, *(name for name in others if known.get(name, True))]
+
+
+def _known_sequences(inputs: Leaves, length: int, names: Sequence[str], known: dict[str, bool]) -> Sequence[str]:
+    """Returns the tensors of a part's length, without those that were whole before: theirs is a coincidence.
+
+    The ranks compare whole tensors, so a part that is taken for one raises.
+    """
+    keys = {name: f"the sequence of {name}" for name in inputs.names}
+    found = [name for i, name in enumerate(names) if not i or known.get(keys[name], True)]
+    known.update({keys[name]: name in found for name, tensor in inputs.named_tensors if tensor.ndim > SEQUENCE})
+    return found
 
 
 def divided_batch(

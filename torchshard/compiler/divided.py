@@ -14,7 +14,7 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import best_plan, graph_for
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import BATCH, I, Layout, Shard
+from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout, Shard
 from torchshard.core.user_files import warn
 from torchshard.ir.effects import carried_results
 from torchshard.ir.fake_values import Size, hint, size_expr, sizes_as
@@ -100,8 +100,6 @@ def _check_settled(graph: fx.Graph, plan: AxisPlan, first: AxisPlan) -> None:
 def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[str, Layout]:
     """The layouts of carried values over an axis that divides the batch: a part of the batch, or replicated.
 
-    An axis that divides the sequence passes no `batches`: what is carried is replicated over it.
-
     Raises:
         InputError: a value has the batch in a dim other than the first, where the next call would look for it.
     """
@@ -117,6 +115,29 @@ def left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[
             )
         found[place] = I if dim is None else Shard(BATCH)
     return found
+
+
+def check_splits_sequence(captured: Captured, inputs: Collection[str]) -> None:
+    """Checks that a call's sequence can be split.
+
+    Raises:
+        InputError: forward fixes its length, or leaves values in its arguments, such as a cache.
+    """
+    carried = [value.meta["place"] for value in carried_results(captured.graph.graph)]
+    if carried:
+        raise InputError(
+            "forward leaves values in its arguments, and the ranks divide the sequence",
+            where=f"argument {carried[0]!r}",
+            why="a later call could not tell a part of a cache from a full one",
+            attempt="a call without a cache, such as use_cache=False; or a mesh that divides the batch or the weights",
+        )
+    if not batch_sizes(captured.graph, inputs, SEQUENCE):
+        raise InputError(
+            "forward fixes the length of the sequence, so the ranks can't divide it",
+            where=f"argument {next(iter(inputs))!r}",
+            why="it reads the length as a number, or adds a tensor of that length, such as a table of positions",
+            attempt="a forward for any length, as by positions[: x.shape[1]]; or a mesh that divides the batch",
+        )
 
 
 def result_layouts_of(graph: fx.GraphModule, batches: Collection[int | sympy.Expr]) -> tuple[Layout, ...]:

@@ -48,7 +48,7 @@ MeshLike: TypeAlias = (
 
 _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
 """Names that other libraries use for axes that split the batch."""
-_SEQUENCE_AXIS = re.compile(r"(cp|context|seq|sequence|ulysses|ring)(_|$)")
+_SEQUENCE_AXIS = re.compile(r"(cp|context|sp|seq|sequence|ulysses|ring)(_|$)", re.IGNORECASE)
 """Names that other libraries use for axes that split the sequence: context parallelism."""
 
 
@@ -189,6 +189,14 @@ def _of_the_batch(axes: _Axes) -> dict[str, Holds]:
             where="mesh=",
             why="of several axes all but the last divide the batch, and one axis alone divides the weights",
             attempt=f"the axis of the weights last; or say what divides the batch: {_text(axes, holds)}",
+        )
+    strangers = [name for name in names[:-1] if not _BATCH_AXIS.match(name) and name not in of_sequence]
+    if names[-1] in of_sequence and strangers and not axes.holds:
+        raise InputError(
+            f"the mesh does not say what {strangers[0]!r} holds",
+            where="mesh=",
+            why=f"the last axis, {names[-1]!r}, splits the sequence, and the axis of the weights comes last",
+            attempt=_text(axes, {**dict.fromkeys(filter(_BATCH_AXIS.match, names), "replicate"), **of_sequence}),
         )
     if not axes.holds:
         of_batch: dict[str, Holds] = dict.fromkeys(names[:-1], "replicate")

@@ -24,6 +24,7 @@ from torchshard.compiler.divided import (
     DividedBatch,
     batch_sizes,
     batches_of,
+    check_splits_sequence,
     divide_batch,
     left_layouts,
     rank_before,
@@ -38,7 +39,7 @@ from torchshard.compiler.prepare import prepared, timed
 from torchshard.compiler.question import Question
 from torchshard.compiler.slice_costs import priced_as_slices
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import BATCH, SEQUENCE, I, Layout
+from torchshard.core.layouts import SEQUENCE, I, Layout
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
@@ -303,9 +304,10 @@ def _of_inputs(captured: Captured, facts: ModelFacts, constraints: Constraints, 
     axis, graph = constraints.axis, captured.graph
     layouts = over(axis, batches)
     if axis.dim == SEQUENCE:
+        check_splits_sequence(captured, layouts)
         _assume_equal(batches_of(graph, layouts, axis.dim).values())
     sizes = batch_sizes(graph, layouts, axis.dim)
-    left = left_layouts(captured, sizes if axis.dim == BATCH else ())
+    left = left_layouts(captured, sizes)
     constraints = constraints.with_layouts(constraints.first_layouts(facts)).with_inputs(layouts, left)
     results = result_layouts_of(graph, sizes.keys() or sizes_in(graph, layouts, axis.dim))
     split = batches_of(graph, layouts, axis.dim).items()

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from torch import nn
 
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import SEQUENCE
+
 _GENERATION = "transformers.generation."
 """The package with the methods that a shell runs."""
 _METHODS = frozenset({"generate", "can_generate"})
@@ -28,8 +31,8 @@ class Sharded(Protocol):
         """The unsharded model, without memory."""
 
     @property
-    def divides_batch(self) -> bool:
-        """Whether the batch is split across ranks."""
+    def divided_dims(self) -> frozenset[int]:
+        """The dims of inputs that are split across ranks: the batch, the sequence."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Calls the model."""
@@ -64,7 +67,14 @@ def _shell(model: Sharded) -> nn.Module:
         return False
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> object:
-        if sharded().divides_batch and kwargs.get("synced_gpus") is None:
+        if SEQUENCE in sharded().divided_dims:
+            raise InputError(
+                "a model whose ranks divide the sequence can't generate",
+                where="generate",
+                why="each rank would continue its own part of the prompt",
+                attempt="a mesh that divides the batch or the weights, with the same weights",
+            )
+        if sharded().divided_dims and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # a rank that has finished its sequences keeps calling until all have
         return type(source).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 

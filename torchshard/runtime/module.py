@@ -146,9 +146,9 @@ class ShardedModule(ShardedSubmodule, Notebook):
         return self._ts_runner.no_sync()
 
     @property
-    def divides_batch(self) -> bool:
-        """Whether the batch is split across ranks, which must then call the model together."""
-        return bool(self._ts_runner.batch.axes)
+    def divided_dims(self) -> frozenset[int]:
+        """The dims of inputs that are split across ranks, which must then call the model together."""
+        return frozenset(self._ts_runner.batch.mesh.parts_of_dims)
 
     def compile(self, **options: object) -> None:
         """Compiles the graphs of later calls with `torch.compile`, like the objective `{"compile": options}`.
