@@ -243,8 +243,8 @@ def _counted(made: PlannedCall, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 OF_SEQUENCE = [{"cp": "sequence", "tp": ""}, {"dp": "replicate", "cp": "sequence"}]
 """Meshes with an axis that splits the sequence."""
-SEQUENCES = ("mlp", "llama", "gpt", "dense_moe", "soft_mixture", "decoder", "residual", "mlp_wide")
-"""Models of even sequences."""
+SEQUENCES = ("llama", "gpt", "dense_moe", "soft_mixture", "decoder", "residual")
+"""Models of sequences of any length; the examples are even."""
 _TWO_LENGTHS = pytest.mark.xfail(strict=False, reason="of two lengths, on dp x cp, one of 13 messages is not predicted")
 
 
@@ -255,7 +255,7 @@ def test_a_plan_predicts_what_is_sent(name: str, axes: dict[str, str], monkeypat
     _compare_sent(name, axes, monkeypatch)
 
 
-@nightly(but=["mlp-{'cp': 'sequence', 'tp': ''}"])
+@nightly(but=["residual-{'cp': 'sequence', 'tp': ''}"])
 @pytest.mark.parametrize("axes", OF_SEQUENCE, ids=str)
 @pytest.mark.parametrize("name", [*SEQUENCES, pytest.param("encoder_decoder", marks=_TWO_LENGTHS)])
 def test_a_plan_of_a_split_sequence_predicts_what_is_sent(
