@@ -73,7 +73,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     fewer = json.dumps(body | {"axes": [axis | {"parameters": {n: axis["parameters"][n] for n in others}}]})
     for name, content, why in (
         ("short.json", text[:-200], "JSONDecodeError"),
-        ("old.json", other, "version 1, this library reads 8"),
+        ("old.json", other, "version 1, this library reads 9"),
         ("fewer.json", fewer, f"{first} has no layout"),
         ("list.json", "[1, 2]", "TypeError"),
         ("binary.json", None, "can't decode"),

@@ -19,7 +19,7 @@ from torchshard.plans.data import AxisPlan, PlanData, Stored, Written
 from torchshard.plans.machine import Machine
 from torchshard.plans.optimizers import OPTIMIZERS, OptimizerName
 
-VERSION = 8
+VERSION = 9
 """The version of the JSON form."""
 
 
