@@ -11,23 +11,24 @@ from torch import Tensor, nn
 
 from torchshard.capture import Leaves, flatten_call, look_like
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import BATCH, SEQUENCE, Layout, Shard
+from torchshard.core.layouts import BATCH, INPUT_DIMS, SEQUENCE, Layout, Shard
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.user_files import warn
 
 SplitDims: TypeAlias = Mapping[str, tuple[int, ...]]
 """Name of a call's tensor -> its dims that the ranks split: the batch, the sequence, or both."""
+Known: TypeAlias = dict[int, dict[str, bool]]
+"""Dim -> argument name -> whether calls split it."""
 
 
 def whole_batch(
-    inputs: Leaves, mesh: Mesh, whole: Collection[str] = (), known: dict[str, bool] | None = None
+    inputs: Leaves, mesh: Mesh, whole: Collection[str] = (), known: Known | None = None
 ) -> tuple[Leaves, SplitDims]:
     """A call's tensors with the sizes of all ranks' batch and sequence, on the meta device; and their split dims.
 
     Args:
         whole: the names of tensors that an earlier call has left unsplit, whatever their sizes are.
-        known: argument name -> whether earlier calls with more than one element per rank split it, of the sequence
-            under other keys; this call's are added.
+        known: the dims that earlier calls split, with more than one element per rank; this call's are added.
 
     Raises:
         InputError: no tensor has the dims, a part is empty or has one token, or the batch has one element per rank
@@ -38,9 +39,8 @@ def whole_batch(
     for dim, ranks in mesh.parts_of_dims.items():
         size, having = _along(inputs, dim, whole)
         _check_part(dim, size, ranks)
-        names = (_known_batches if dim == BATCH else _known_sequences)(
-            inputs, size, having, {} if known is None else known
-        )
+        chosen = _known_batches if dim == BATCH else _known_sequences
+        names = chosen(inputs, size, having, known.setdefault(dim, {}))
         found |= {name: (*found.get(name, ()), dim) for name in names}
         sizes[dim] = size * ranks
     return _with_sizes(inputs, found, sizes), found
@@ -61,9 +61,9 @@ def _known_sequences(inputs: Leaves, length: int, names: Sequence[str], known: d
 
     The ranks compare whole tensors, so a part that is taken for one raises.
     """
-    keys = {name: f"the sequence of {name}" for name in inputs.names}
-    found = [name for i, name in enumerate(names) if not i or known.get(keys[name], True)]
-    known.update({keys[name]: name in found for name, tensor in inputs.named_tensors if tensor.ndim > SEQUENCE})
+    first, *others = names
+    found = [first, *(name for name in others if known.get(name, True))]
+    known.update({name: name in found for name, tensor in inputs.named_tensors if tensor.ndim > SEQUENCE})
     return found
 
 
@@ -89,10 +89,10 @@ def dims_of_parts(inputs: Leaves, mesh: Mesh) -> SplitDims:
         size, names = _along(inputs, dim)
         if size % ranks:
             raise InputError(
-                f"a {_NAMES[dim]} of {size} can't be divided among {ranks} ranks",
+                f"a {INPUT_DIMS[dim]} of {size} can't be divided among {ranks} ranks",
                 where=f"argument {names[0]!r}",
-                why=f"each rank takes as many: the {_ORDINALS[dim]} dim is the {_NAMES[dim]} of all ranks",
-                attempt=f"a {_NAMES[dim]} of {ranks * max(size // ranks, 1)}",
+                why=f"each rank takes as many: the {_ORDINALS[dim]} dim is the {INPUT_DIMS[dim]} of all ranks",
+                attempt=f"a {INPUT_DIMS[dim]} of {ranks * max(size // ranks, 1)}",
             )
         _check_part(dim, size // ranks, ranks)
         found |= {name: (*found.get(name, ()), dim) for name in names}
@@ -104,7 +104,6 @@ def over(axis: MeshAxis, dims: SplitDims) -> dict[str, Layout]:
     return {name: Shard(axis.dim) for name, split in dims.items() if axis.dim in split}
 
 
-_NAMES: Mapping[int, str] = {BATCH: "batch", SEQUENCE: "sequence"}
 _ORDINALS: Mapping[int, str] = {BATCH: "first", SEQUENCE: "second"}
 
 
@@ -121,11 +120,11 @@ def _along(inputs: Leaves, dim: int, whole: Collection[str] = ()) -> tuple[int, 
     first = next((tensor for _, tensor in divided), None)
     if first is None:
         raise InputError(
-            f"the call has no {_NAMES[dim]}",
+            f"the call has no {INPUT_DIMS[dim]}",
             where="the arguments",
             why=f"the ranks divide the {_ORDINALS[dim]} dim of the first tensor that has one, and no tensor among the "
             "arguments has",
-            attempt=f"the {_NAMES[dim]} as a tensor: model(ids)",
+            attempt=f"the {INPUT_DIMS[dim]} as a tensor: model(ids)",
         )
     size = first.shape[dim]
     return size, [name for name, tensor in divided if tensor.shape[dim] == size]
@@ -134,9 +133,9 @@ def _along(inputs: Leaves, dim: int, whole: Collection[str] = ()) -> tuple[int, 
 def _check_part(dim: int, size: int, ranks: int) -> None:
     if not size:
         raise InputError(
-            f"a rank's part of the {_NAMES[dim]} is empty",
+            f"a rank's part of the {INPUT_DIMS[dim]} is empty",
             where="the arguments",
-            why=f"the {_ORDINALS[dim]} dim of the first tensor is the {_NAMES[dim]}",
+            why=f"the {_ORDINALS[dim]} dim of the first tensor is the {INPUT_DIMS[dim]}",
             attempt=f"one element or more for each rank, {ranks} in all",
         )
     if dim == SEQUENCE and size == 1:

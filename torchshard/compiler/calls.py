@@ -55,14 +55,13 @@ def plan_call(
     constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
     constraints = replace(constraints, steady=not aim.trains)
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
-        args, dims = tuple(args), dict[str, tuple[int, ...]]()
+        dims: batches.SplitDims = {}
         if constraints.batch_parts:
             call = flatten_call(model, args, kwargs or {})
             if whole_batch:
-                dims = dict(batches.dims_of_parts(call, constraints.mesh))
+                dims = batches.dims_of_parts(call, constraints.mesh)
             else:
-                call, found = batches.whole_batch(call, constraints.mesh)
-                dims = dict(found)
+                call, dims = batches.whole_batch(call, constraints.mesh)
                 args, kwargs = call.rebuild(call.tensors)
         made = program(model, constraints, args, kwargs, batches=dims, replaced=replaced, repeating=True)
         return made.priced(with_memory=with_memory)

@@ -26,7 +26,7 @@ from torchshard.plans.data import AxisPlan
 
 @dataclass(frozen=True)
 class DividedBatch:
-    """An axis that splits the batch, for a graph that is already split over other axes."""
+    """An axis that splits the batch or the sequence, for a graph that is already split over other axes."""
 
     constraints: Constraints
     """The constraints over this axis, with layouts of parameters, buffers and batched tensors."""
@@ -43,6 +43,10 @@ class DividedBatch:
         """The dim of the call's tensors that this axis splits."""
         return self.constraints.axis.dim
 
+    def sizes(self, graph: fx.GraphModule) -> dict[sympy.Symbol, int]:
+        """Maps the dynamic sizes of a graph that this axis splits to the example inputs' sizes."""
+        return batch_sizes(graph, self.inputs, self.dim)
+
     def solve(self, local: fx.GraphModule, first: AxisPlan | None = None) -> PlannedAxis:
         """Plans this axis for a rank of the earlier axes, like the rank that it follows where that is legal.
 
@@ -57,7 +61,7 @@ class DividedBatch:
             PlanError: the ranks of an earlier axis' collective would have its operand in different layouts.
         """
         graph, constraints = self._whole(local), replace(self.constraints, plan=first)
-        sizes = {size: number // self.parts for size, number in batch_sizes(graph, self.inputs, self.dim).items()}
+        sizes = {size: number // self.parts for size, number in self.sizes(graph).items()}
         with without_garbage_collection(), sizes_as(sizes):
             solution = best_plan(graph, self.facts, constraints, is_last=self.parts == 1, is_first=False)
         if first is not None:

@@ -177,7 +177,8 @@ def _of_the_batch(axes: _Axes) -> dict[str, Holds]:
     An axis named cp, or like other libraries' axes of context parallelism, by default splits the sequence.
 
     Raises:
-        InputError: the last axis is named like an axis of the batch, and does not say what it holds.
+        InputError: the last axis is named like an axis of the batch, or one before an axis of the sequence like none
+            of the inputs, and does not say what it holds.
     """
     names = list(axes.sizes)
     of_sequence: dict[str, Holds] = {name: "sequence" for name in names if _SEQUENCE_AXIS.match(name)}
@@ -198,15 +199,9 @@ def _of_the_batch(axes: _Axes) -> dict[str, Holds]:
             why=f"the last axis, {names[-1]!r}, splits the sequence, and the axis of the weights comes last",
             attempt=_text(axes, {**dict.fromkeys(filter(_BATCH_AXIS.match, names), "replicate"), **of_sequence}),
         )
-    if not axes.holds:
-        of_batch: dict[str, Holds] = dict.fromkeys(names[:-1], "replicate")
-        return {name: (of_batch | of_sequence)[name] for name in names if name in of_batch or name in of_sequence}
-    found = dict[str, Holds]()
-    for name in names:
-        held = (of_sequence | axes.holds).get(name, "weights")
-        if held != "weights":
-            found[name] = held
-    return found
+    of_batch: dict[str, Holds] = {} if axes.holds else dict.fromkeys(names[:-1], "replicate")
+    held = of_batch | of_sequence | axes.holds
+    return {name: held[name] for name in names if held.get(name, "weights") != "weights"}
 
 
 def _text(axes: _Axes, holds: Mapping[str, Holds]) -> str:

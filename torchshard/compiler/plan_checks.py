@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
+from torchshard.core.layouts import INPUT_DIMS, I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.plans.data import Stored
 from torchshard.plans.plan import Plan
@@ -27,7 +27,7 @@ def check_same_use(plan: Mapping[str, object] | Plan, axis: MeshAxis) -> None:
         )
     if not isinstance(plan, Plan) and plan and axis.data:
         raise PlanError(
-            f"the ranks divide the {axis.of_inputs}, and the plan splits weights",
+            f"the ranks divide the {INPUT_DIMS[axis.dim]}, and the plan splits weights",
             where=f"plan key {next(iter(plan))!r}",
             why=f"the ranks hold {axis.holds!r}: one axis of ranks is for one of the two",
             attempt="the plan {}, or a mesh with an axis for the weights",

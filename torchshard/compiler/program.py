@@ -261,19 +261,22 @@ def _answered(captured: Captured, question: Question) -> Program:
     split = constraints.with_inputs(inputs)
     if not constraints.batch_parts:
         return _planned(captured, facts, split)
-    of_batch = [_of_inputs(captured, facts, each, batches) for each in constraints.of_batch]
+    parts = constraints.mesh.parts_of_dims
+    left, over_axes, of_parts = dict(parts), list[DividedBatch](), dict[sympy.Symbol, int]()
+    for each in constraints.of_batch:
+        dim = each.axis.dim
+        left[dim] //= each.axis.size
+        divided = _divided(captured, facts, each, batches, left[dim])
+        of_parts |= {size: number // parts[dim] for size, number in divided.sizes(graph).items()}
+        over_axes.append(divided)
     if not constraints.mesh.across:
-        (each,) = of_batch
-        divide_batch(graph, each.sizes.keys(), each.results, each.constraints)
-        return _planned(captured, facts, each.constraints)
+        (only,) = over_axes
+        divide_batch(graph, only.sizes(graph).keys(), only.results, only.constraints)
+        return _planned(captured, facts, only.constraints)
     # the ranks of the last axis may split the sequence if no other axis does, but not the batch
     graph.meta["multiples"] = (multiples & sizes_of_dim(graph, SEQUENCE)).difference(sizes)
-    parts, over_axes = dict(constraints.mesh.parts_of_dims), list[DividedBatch]()
-    with sizes_as({size: number // parts[each.dim] for each in of_batch for size, number in each.sizes.items()}):
+    with sizes_as(of_parts):
         made = _planned(captured, facts, split)  # priced for one rank's shard of the batch
-    for each in of_batch:
-        parts[each.dim] //= each.constraints.axis.size
-        over_axes.append(DividedBatch(each.constraints, each.names, each.results, facts, parts[each.dim]))
     return replace(made, divided=True, batches=tuple(over_axes))
 
 
@@ -284,23 +287,9 @@ def _assume_equal(sizes: Iterable[Size]) -> None:
         bool(first == size)
 
 
-class _OfInputs(NamedTuple):
-    """An axis that splits a call's inputs."""
-
-    constraints: Constraints
-    names: frozenset[str]
-    """The names of the inputs that it splits."""
-    sizes: Mapping[sympy.Symbol, int]
-    """The dynamic sizes that it splits, with the example's numbers."""
-    results: tuple[Layout, ...]
-
-    @property
-    def dim(self) -> int:
-        """The dim of the inputs that it splits."""
-        return self.constraints.axis.dim
-
-
-def _of_inputs(captured: Captured, facts: ModelFacts, constraints: Constraints, batches: SplitDims) -> _OfInputs:
+def _divided(
+    captured: Captured, facts: ModelFacts, constraints: Constraints, batches: SplitDims, parts: int
+) -> DividedBatch:
     axis, graph = constraints.axis, captured.graph
     layouts = over(axis, batches)
     if axis.dim == SEQUENCE:
@@ -309,10 +298,10 @@ def _of_inputs(captured: Captured, facts: ModelFacts, constraints: Constraints, 
     sizes = batch_sizes(graph, layouts, axis.dim)
     left = left_layouts(captured, sizes)
     constraints = constraints.with_layouts(constraints.first_layouts(facts)).with_inputs(layouts, left)
-    results = result_layouts_of(graph, sizes.keys() or sizes_in(graph, layouts, axis.dim))
     split = batches_of(graph, layouts, axis.dim).items()
+    results = result_layouts_of(graph, sizes.keys() or sizes_in(graph, layouts, axis.dim))
     names = frozenset(path for path, size in split if size_expr(size) in sizes)
-    return _OfInputs(constraints, names, sizes, results)
+    return DividedBatch(constraints, names, results, facts, parts)
 
 
 def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:

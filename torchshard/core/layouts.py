@@ -41,6 +41,8 @@ Size: TypeAlias = "int | sympy.Expr"
 """The size of a dim: an int, or a sympy expression if the dim is dynamic."""
 BATCH, SEQUENCE = 0, 1
 """The dims of a call's tensors that ranks may split."""
+INPUT_DIMS = {BATCH: "batch", SEQUENCE: "sequence"}
+"""Their names."""
 Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
 EQUAL: tuple[Part, ...] = ()
@@ -64,7 +66,7 @@ class Blocks:
         """Parses the text that `str` returns.
 
         Raises:
-            ValueError: the text is not that of blocks.
+            ValueError: the text does not describe blocks.
         """
         size, _, unit = text.partition(" x ")
         if not re.fullmatch(r"[\w*+-]*[a-zA-Z][\w*+-]*", size) or (unit and not unit.isdigit()):

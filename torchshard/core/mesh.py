@@ -64,11 +64,6 @@ class MeshAxis:
         """The dim of a call's inputs that the ranks split: the batch, or the sequence."""
         return SEQUENCE if self.holds in _STORED else BATCH
 
-    @property
-    def of_inputs(self) -> str:
-        """The part of a call's inputs that the ranks split: 'batch' or 'sequence'."""
-        return "sequence" if self.dim == SEQUENCE else "batch"
-
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
         """Returns the coordinate of a rank; `group` is its group's name, by default the axis name."""
         return Coordinate(self, rank, group or self.name)
@@ -105,9 +100,9 @@ Place: TypeAlias = Mapping[str, int]
 class Mesh:
     """The axes of the ranks, outermost first: consecutive ranks differ in the last one.
 
-    A model is split over a mesh in which all axes but the last split the batch. The last one splits
-    the weights. It may split the batch if it is the only axis, and has one rank if only the batch
-    is split over several axes.
+    A model is split over a mesh in which all axes but the last split the batch or the sequence. The
+    last one splits the weights. It may split inputs if it is the only axis, and has one rank if only
+    inputs are split over several axes.
     """
 
     axes: tuple[MeshAxis, ...]

@@ -26,7 +26,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError, RuleError
-from torchshard.core.layouts import Blocks, Layout, Shard, canonical, dual
+from torchshard.core.layouts import Layout, Shard, canonical, dual, has_blocks
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.axes import axes_of, typed_as
 from torchshard.ir.fake_values import faking, hint
@@ -164,7 +164,7 @@ def _lowered_faults(module: fx.GraphModule) -> Faults:
 
 
 def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
-    if not isinstance(layout, Shard) or isinstance(layout.parts, Blocks):
+    if not isinstance(layout, Shard) or has_blocks(layout):
         return layout
     return canonical(layout.dim, layout.listed, axis.size, repeated=layout.repeated)
 

@@ -13,7 +13,7 @@ import networkx as nx
 from torch import fx
 
 from torchshard.core.choices import factor_groups, spread
-from torchshard.core.layouts import Blocks, Shard
+from torchshard.core.layouts import Shard, has_blocks
 from torchshard.core.rows import Row
 from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.constants import MAX_WANTED, MAX_WANTED_PARTS
@@ -46,8 +46,7 @@ def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Nod
             if tensor is None:
                 continue
             known = wanted.setdefault(tensor, [])
-            few = isinstance(shard.parts, Blocks) or len(shard.parts or ()) <= MAX_WANTED_PARTS
-            small = shard.parts is not None and few
+            small = shard.parts is not None and (has_blocks(shard) or len(shard.listed) <= MAX_WANTED_PARTS)
             if shard not in known and len(known) < MAX_WANTED and small:
                 known.append(shard)
     return wanted

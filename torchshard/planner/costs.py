@@ -13,7 +13,7 @@ from functools import partial
 from torch import fx
 
 from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
-from torchshard.core.layouts import EQUAL, Blocks, Layout, Parts, Shard, local_size, type_text
+from torchshard.core.layouts import EQUAL, Blocks, Layout, Parts, Shard, has_blocks, local_size, type_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import module_around
 from torchshard.core.rows import Choice
@@ -216,8 +216,7 @@ def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:
     """Returns whether slices are not contiguous in memory, so sending requires packing."""
     if not isinstance(layout, Shard):
         return False
-    has_several = isinstance(layout.parts, Blocks) or len(layout.parts or ()) > 1
-    return math.prod(shape[: layout.dim]) > 1 or has_several
+    return math.prod(shape[: layout.dim]) > 1 or has_blocks(layout) or len(layout.listed) > 1
 
 
 def _local(size: int, parts: Parts, ranks: int) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torchshard.core.columns import counted
 from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import INPUT_DIMS, I, Shard
 from torchshard.core.paths import star_differences, star_numbers
 from torchshard.core.units import size_text, time_text
 from torchshard.plans.data import PlanData
@@ -153,7 +153,10 @@ def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
     """Yields a plan's purpose and its costs over all mesh axes: (name, text)."""
     yield "for", plan.title
     yield "machine", plan.costs.machine
-    yield "the ranks divide", f"the {plan.last.axis.of_inputs} ({plan.last.data})" if plan.last.data else "the weights"
+    yield (
+        "the ranks divide",
+        f"the {INPUT_DIMS[plan.last.axis.dim]} ({plan.last.data})" if plan.last.data else "the weights",
+    )
     yield "ranks", mesh_text(plan)
     yield "parameters on a rank", size_text(plan.parameter_bytes()[1])
     yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.axes))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 
 from torchshard.core.columns import columns, counted, paragraph
-from torchshard.core.layouts import I
+from torchshard.core.layouts import INPUT_DIMS, I
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import number_ranges, star_differences, star_numbers
 from torchshard.core.units import size_text, time_text
@@ -181,7 +181,7 @@ def mesh_text(plan: PlanData) -> str:
 
 def batch_text(plan: AxisPlan) -> str:
     """Returns a line on the collectives over an axis that splits the batch."""
-    parts = f"{plan.world_size} parts of the {plan.axis.of_inputs} ({plan.data})"
+    parts = f"{plan.world_size} parts of the {INPUT_DIMS[plan.axis.dim]} ({plan.data})"
     return f"over {plan.axis.label or 'another axis'}, {parts}: {_sent_text(plan.costs)}"
 
 

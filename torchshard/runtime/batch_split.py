@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from torchshard.capture import Leaves
-from torchshard.compiler.batches import SplitDims, dims_of_parts, whole_batch
+from torchshard.compiler.batches import Known, SplitDims, dims_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Mesh
@@ -30,8 +30,8 @@ class BatchSplit:
     ranks: Ranks
     is_whole: bool
     """Whether each rank passes the full inputs, and gets full results."""
-    _known: dict[str, bool] = field(default_factory=dict, compare=False)
-    """Argument name -> whether earlier calls with more than one element per rank split it."""
+    _known: Known = field(default_factory=dict, compare=False)
+    """The arguments that earlier calls with more than one element per rank split."""
 
     @staticmethod
     def of(constraints: Constraints, ranks: Ranks, *, is_whole: bool) -> BatchSplit:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, NoReturn, TypeGuard, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -138,14 +138,10 @@ def _open(x: Any) -> dict[str, object]:
 def _as_data(cls: type, value: object) -> object:
     if isinstance(value, torch.dtype):
         return {_DTYPE: str(value).removeprefix("torch.")}
-    return list(value) if isinstance(value, torch.Size) else value if _is_plain(value) else _refuse(cls, value)
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _refuse(cls: type, value: object) -> NoReturn:
+    if isinstance(value, torch.Size):
+        return list(value)
+    if value is None or type(value) in (bool, int, float, str):
+        return value
     raise InputError(
         f"an optimizer's state of type {cls.__name__} can't be split over the ranks",
         where=f"{cls.__module__}.{cls.__qualname__}.__tensor_flatten__",
